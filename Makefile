@@ -1,0 +1,40 @@
+# make train, make test: all that a fresh machine needs is Python (3.11 or newer) and make.
+#   make train ARGS="--stage 1 --optimizer muon"
+#   make test ARGS="-k layout"
+#   make test PYTHON=python3.12 VENV=.venv312
+
+PYTHON ?= python3
+VENV ?= .venv
+WORKERS ?= 2
+ARGS ?=
+BIN := $(VENV)/bin
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -q --durations 15
+
+.PHONY: train test test-all lint clean
+
+train: $(VENV)/.examples
+	$(BIN)/python examples/train_gpt.py $(ARGS)
+
+test: $(VENV)/.test
+	$(PYTEST) $(ARGS)
+
+test-all: $(VENV)/.test
+	$(PYTEST) -m "slow or not slow" $(ARGS)
+
+lint: $(VENV)/.test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf .venv .venv312 runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# One stamp per extra; a change of pyproject.toml installs again.
+$(VENV)/.%: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[$*]"
+	touch $@
+
+$(BIN)/python:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "jaxzero needs Python 3.11 or newer: make PYTHON=python3.12")'
+	$(PYTHON) -m venv $(VENV)

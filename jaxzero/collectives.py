@@ -1,0 +1,248 @@
+"""Collectives on layouts: reduce-scatter, all-gather and all-reduce of many leaves, joined in buckets.
+
+All functions run inside a manual region over `axes` (outer first). A leaf of at least one bucket
+travels alone and uncopied; smaller ones are joined: `[n, k]` blocks concatenated along axis 1 into
+`[n, sum k]`, one collective, cut back per leaf, so row `i` is exactly what device `i` keeps. Buckets
+are transport: nothing is ever stored in them.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from .layout import Layout
+
+Array = jax.Array
+
+
+def buckets(nbytes: Sequence[int], kinds: Sequence[Any], limit: int | None) -> list[list[int]]:
+    """Which leaves travel together: a bucket is closed as soon as it holds `limit` bytes.
+
+    So there are at most `ceil(small bytes / limit)` buckets per kind, however many leaves there are.
+
+    Args:
+      nbytes: Bytes of each leaf on the wire.
+      kinds: What must agree inside a bucket (the dtype); `None` makes a leaf travel alone.
+      limit: Bytes of a bucket; `None`: every leaf alone.
+
+    Returns:
+      Lists of leaf numbers, in order of their first leaf.
+
+    Examples:
+      >>> buckets([10, 100, 10, 10], ["f"] * 4, 20)
+      [[0, 2], [1], [3]]
+    """
+    done: list[list[int]] = []
+    open_: dict[Any, tuple[list[int], int]] = {}
+    for i, (size, kind) in enumerate(zip(nbytes, kinds, strict=True)):
+        if limit is None or size >= limit or kind is None:
+            done.append([i])
+            continue
+        members, total = open_.pop(kind, ([], 0))
+        members, total = [*members, i], total + size
+        if total >= limit:
+            done.append(members)
+        else:
+            open_[kind] = (members, total)
+    return sorted(done + [members for members, _ in open_.values()])
+
+
+# --- one array and its blocks --------------------------------------------------------------------
+
+
+def stored(x: Array, layout: Layout) -> Array:
+    """The logical array in its stored shape: ravelled and padded with zeros where it is flat."""
+    if layout.kind == "rows":
+        return x
+    before = layout.shape[: layout.lead]
+    x = x.reshape(*before, -1)
+    pad = layout.stored_shape[-1] - x.shape[-1]
+    return lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0)] * len(before) + [(0, pad, 0)]) if pad else x
+
+
+def logical(x: Array, layout: Layout) -> Array:
+    """The inverse of `stored`: the padding is cut off."""
+    if layout.kind == "rows":
+        return x
+    inner = int(np.prod(layout.shape[layout.lead :], dtype=object))
+    return lax.slice_in_dim(x, 0, inner, axis=layout.lead).reshape(layout.shape)
+
+
+def _blocks(x: Array, layout: Layout) -> Array:
+    """The logical array as `[n, k]`: row `i` is device `i`'s share, ravelled."""
+    x, lead = stored(x, layout), layout.lead
+    x = x.reshape(*x.shape[:lead], layout.n, x.shape[lead] // layout.n, *x.shape[lead + 1 :])
+    return jnp.moveaxis(x, lead, 0).reshape(layout.n, -1)
+
+
+def _unblocks(x: Array, layout: Layout) -> Array:
+    """The inverse of `_blocks`."""
+    x = jnp.moveaxis(x.reshape(layout.n, *layout.local_shape), 0, layout.lead)
+    return logical(x.reshape(layout.stored_shape), layout)
+
+
+def share(x: Array, layout: Layout, index: Array) -> Array:
+    """Device `index`'s share of a whole array; sends nothing.
+
+    No start index is ever above `n` rows or one dimension, so none overflows 32 bits or is clamped.
+    """
+    if layout.kind == "rows":
+        length = layout.local_shape[layout.lead]
+        return lax.dynamic_slice_in_dim(x, index * length, length, axis=layout.lead)
+    x = stored(x, layout)
+    x = x.reshape(*x.shape[:-1], layout.n, layout.length)
+    return lax.dynamic_index_in_dim(x, index, axis=layout.lead, keepdims=False)
+
+
+# --- many arrays ---------------------------------------------------------------------------------
+
+
+def _within(spec: PartitionSpec | None, f: Callable[[Array], Array]) -> Callable[[Array], Array]:
+    """`f` in a nested region, manual over the other mesh axes that shard this leaf.
+
+    Without it the compiler would gather those axes at every collective.
+    """
+    if spec is None:
+        return f
+    used = {a for part in spec if part for a in ((part,) if isinstance(part, str) else part)}
+    return jax.shard_map(f, in_specs=spec, out_specs=spec, axis_names=used)
+
+
+def _joined(
+    values: Sequence[Array],
+    layouts: Sequence[Layout],
+    specs: Sequence[PartitionSpec | None] | None,
+    limit: int | None,
+    alone: Callable[[Array, Layout], Array],
+    block: Callable[[Array, Layout], Array],
+    together: Callable[[Array], Array],
+    unblock: Callable[[Array, Layout], Array],
+) -> list[Array]:
+    """Runs `alone` per large leaf, and `together` on the joined blocks of the small ones."""
+    specs = specs or [None] * len(values)
+    nbytes = [layout.size * x.dtype.itemsize for x, layout in zip(values, layouts, strict=True)]
+    kinds = [x.dtype if spec is None else None for x, spec in zip(values, specs, strict=True)]
+    out: list[Any] = [None] * len(values)
+    for members in buckets(nbytes, kinds, limit):
+        if len(members) == 1:
+            (i,) = members
+            out[i] = _within(specs[i], functools.partial(alone, layout=layouts[i]))(values[i])
+            continue
+        parts = [block(values[i], layouts[i]) for i in members]
+        sizes = [part.shape[-1] for part in parts]
+        whole = together(jnp.concatenate(parts, axis=-1))
+        ends = np.cumsum(sizes).tolist()
+        for i, size, end in zip(members, sizes, ends, strict=True):
+            piece = lax.slice_in_dim(whole, end - size, end, axis=whole.ndim - 1)
+            out[i] = unblock(piece, layouts[i])
+    return out
+
+
+def reduce_scatter(
+    values: Sequence[Array],
+    layouts: Sequence[Layout],
+    axes: tuple[str, ...],
+    *,
+    bucket_bytes: int | None,
+    specs: Sequence[PartitionSpec | None] | None = None,
+) -> list[Array]:
+    """Sums full local arrays over `axes`; each device keeps its share.
+
+    Sends `(n-1)/n` of the bytes once per large leaf and once per bucket.
+
+    Args:
+      values: Arrays of the layouts' logical shapes, different on each device.
+      layouts: One per value.
+      axes: Manual axes, outer first.
+      bucket_bytes: Leaves below this are joined; `None`: none are.
+      specs: Per leaf, its `PartitionSpec` over further mesh axes (rows only), or `None`.
+
+    Returns:
+      Arrays of the layouts' local shapes; padding is zero.
+    """
+    return _joined(
+        values,
+        layouts,
+        specs,
+        bucket_bytes,
+        alone=lambda x, layout: lax.psum_scatter(
+            stored(x, layout), axes, scatter_dimension=layout.lead, tiled=True
+        ),
+        block=_blocks,
+        together=lambda x: lax.psum_scatter(x, axes, scatter_dimension=0, tiled=True)[0],
+        unblock=lambda x, layout: x.reshape(layout.local_shape),
+    )
+
+
+def all_gather(
+    shares: Sequence[Array],
+    layouts: Sequence[Layout],
+    axes: tuple[str, ...],
+    *,
+    bucket_bytes: int | None,
+    specs: Sequence[PartitionSpec | None] | None = None,
+) -> list[Array]:
+    """The whole logical arrays from the devices' shares, typed as equal on all devices.
+
+    Receives `(n-1)/n` of the bytes, once per large leaf and once per bucket.
+
+    Args:
+      shares: Arrays of the layouts' local shapes.
+      layouts: One per share.
+      axes: Manual axes, outer first.
+      bucket_bytes: Leaves below this are joined; `None`: none are.
+      specs: Per leaf, its `PartitionSpec` over further mesh axes (rows only), or `None`.
+
+    Returns:
+      Arrays of the layouts' logical shapes, without padding.
+    """
+    gather = functools.partial(lax.all_gather, axis_name=axes, to="invarying")
+    return _joined(
+        shares,
+        layouts,
+        specs,
+        bucket_bytes,
+        alone=lambda x, layout: logical(gather(x, axis=layout.lead, tiled=True), layout),
+        block=lambda x, layout: x.reshape(-1),
+        together=lambda x: gather(x, axis=0, tiled=False),
+        unblock=_unblocks,
+    )
+
+
+def all_reduce(
+    values: Sequence[Array],
+    axes: tuple[str, ...],
+    *,
+    bucket_bytes: int | None,
+    reduce: Callable[..., Array] = lax.psum,
+) -> list[Array]:
+    """Reduces arrays of any shape over `axes`; every device gets the result.
+
+    Sends `2(n-1)/n` of the bytes, once per large leaf and once per bucket.
+
+    Args:
+      values: Arrays, different on each device.
+      axes: Manual axes.
+      bucket_bytes: Arrays below this are joined; `None`: none are.
+      reduce: `lax.psum`, `lax.pmax` or `lax.pmin`.
+
+    Returns:
+      Arrays of the same shapes, equal on all devices.
+    """
+    layouts = [Layout(x.shape, 1, "flat") for x in values]
+    return _joined(
+        values,
+        layouts,
+        None,
+        bucket_bytes,
+        alone=lambda x, layout: reduce(x, axes),
+        block=lambda x, layout: x.reshape(-1),
+        together=lambda x: reduce(x, axes),
+        unblock=lambda x, layout: x.reshape(layout.shape),
+    )

@@ -1,0 +1,197 @@
+"""The even split of one array over `n` devices: shape arithmetic only, no devices and no arrays.
+
+Device `i` of `n` holds the elements `[i*k, (i+1)*k)` of the row-major order, `k = ceil(size/n)`, the
+tail padded with zeros. Where the cut dimension divides by `n` this is the same as cutting rows, so the
+share keeps its rank and the stored array keeps its logical shape (kind *rows*). Otherwise the stored
+array is one-dimensional and padded (kind *flat*). The first `lead` dimensions are never cut: a leaf
+whose leading axis counts layers is split inside each layer. All offsets are Python integers, so arrays
+above 2**31 elements are fine.
+"""
+
+import dataclasses
+import math
+from typing import Any, Literal
+
+import jax
+from jax.sharding import PartitionSpec
+
+Shape = tuple[int, ...]
+
+#: Arrays of fewer than `SMALL * n` elements that are not like a parameter stay whole.
+SMALL = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """How one array is cut over `n` devices; sends nothing.
+
+    Attributes:
+      shape: The logical shape.
+      n: The number of shares.
+      kind: ``"rows"`` (dimension `lead` is cut; it divides by `n`) or ``"flat"`` (the dimensions from
+        `lead` on are ravelled, padded to a multiple of `n`, and cut).
+      lead: The number of leading dimensions that are not cut.
+
+    Examples:
+      >>> Layout((5, 3), 4, "flat").stored_shape
+      (16,)
+      >>> Layout((6, 8, 3), 4, "rows", 1).local_shape
+      (6, 2, 3)
+    """
+
+    shape: Shape
+    n: int
+    kind: Literal["rows", "flat"]
+    lead: int = 0
+
+    @property
+    def length(self) -> int:
+        """Elements of one device's share of one layer (of the whole array where `lead` is 0)."""
+        return -(-math.prod(self.shape[self.lead :]) // self.n)
+
+    @property
+    def local_shape(self) -> Shape:
+        """The shape of one device's share."""
+        before, cut = self.shape[: self.lead], self.shape[self.lead :]
+        if self.kind == "rows":
+            return (*before, cut[0] // self.n, *cut[1:])
+        return (*before, self.length)
+
+    @property
+    def stored_shape(self) -> Shape:
+        """The shape of the global array that holds all shares."""
+        if self.kind == "rows":
+            return self.shape
+        return (*self.shape[: self.lead], self.length * self.n)
+
+    @property
+    def size(self) -> int:
+        """Elements of the logical array."""
+        return math.prod(self.shape)
+
+    @property
+    def padding(self) -> int:
+        """Elements of the stored array that belong to no logical element."""
+        return math.prod(self.stored_shape) - self.size
+
+    def spec(self, axes: tuple[str, ...]) -> PartitionSpec:
+        """The `PartitionSpec` of the stored array when `axes` (outer first) split it."""
+        return PartitionSpec(*[None] * self.lead, axes if len(axes) > 1 else axes[0])
+
+    def per_layer(self) -> "Layout":
+        """The layout of one layer of a stacked leaf: the first dimension is gone."""
+        return Layout(self.shape[1:], self.n, self.kind, self.lead - 1)
+
+
+def even_split(shape: Shape, n: int, lead: int = 0) -> Layout | None:
+    """The layout of a parameter-like array of `shape`, or `None` where it stays whole.
+
+    Scalars and empty arrays are whole, and so is a stacked leaf whose layers are scalars.
+
+    Examples:
+      >>> even_split((16, 3), 8)
+      Layout(shape=(16, 3), n=8, kind='rows', lead=0)
+      >>> even_split((3,), 8).padding
+      5
+      >>> even_split((), 8) is None
+      True
+    """
+    if len(shape) <= lead or math.prod(shape) == 0:
+        return None
+    return Layout(tuple(shape), n, "rows" if shape[lead] % n == 0 else "flat", lead)
+
+
+def default_split(shape: Shape, n: int) -> Layout | None:
+    """The layout of an array that is not like a parameter: small ones stay whole.
+
+    Examples:
+      >>> default_split((5,), 8) is None
+      True
+      >>> default_split((64,), 8).local_shape
+      (8,)
+    """
+    return None if math.prod(shape) < SMALL * n else even_split(shape, n)
+
+
+@jax.tree_util.register_pytree_with_keys_class
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class EvenSplit:
+    """A parameter or gradient whose stored array is flat and padded, wearing its logical shape.
+
+    A pytree node with one child, so `jax.tree.map`, `jit` and `shard_map` see the stored array. The
+    value is the array itself, a `PartitionSpec` (see `Zero.specs`), or whatever a tree map put there.
+
+    Args:
+      value: The stored array, `(n * k,)` with `k = ceil(size / n)`, or `(layers, n * k)` for a stacked
+        leaf; inside a manual region this device's share of it.
+      shape: The logical shape.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> leaf = EvenSplit(jnp.zeros(8), (3, 2))
+      >>> leaf.shape, leaf.ndim, leaf.size, leaf.dtype
+      ((3, 2), 2, 6, dtype('float32'))
+      >>> leaf
+      EvenSplit(shape=(3, 2), stored=float32[8])
+    """
+
+    value: Any
+    shape: Shape
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype of the stored array."""
+        return self.value.dtype
+
+    @property
+    def size(self) -> int:
+        """Elements of the logical array."""
+        return math.prod(self.shape)
+
+    @property
+    def ndim(self) -> int:
+        """Dimensions of the logical array."""
+        return len(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the logical array, without padding."""
+        return self.size * self.dtype.itemsize
+
+    def __eq__(self, other: object) -> Any:
+        """Equal like a NamedTuple: the same logical shape and equal values."""
+        if not isinstance(other, EvenSplit):
+            return NotImplemented
+        return (self.shape, self.value) == (other.shape, other.value)
+
+    def __hash__(self) -> int:
+        return hash((self.shape, self.value))
+
+    def __array__(self, *_: Any, **__: Any) -> Any:
+        """Refuse to be read as the logical array: the stored one is flat and padded."""
+        raise ValueError(
+            f"{self!r} was used as an array: it is one split leaf, flat and padded. "
+            "Use zero.gather(tree) for plain arrays, or leaf.value for the stored one."
+        )
+
+    __jax_array__ = __array__
+
+    def __repr__(self) -> str:
+        value = self.value
+        if hasattr(value, "dtype") and hasattr(value, "shape"):
+            value = f"{value.dtype.name}[{','.join(map(str, value.shape))}]"
+        return f"EvenSplit(shape={self.shape}, stored={value})"
+
+    def tree_flatten_with_keys(self) -> tuple[Any, Shape]:
+        """One child, keyed `value`; the logical shape is static."""
+        return ((jax.tree_util.GetAttrKey("value"), self.value),), self.shape
+
+    @classmethod
+    def tree_unflatten(cls, shape: Shape, children: Any) -> "EvenSplit":
+        """The inverse of `tree_flatten_with_keys`."""
+        return cls(children[0], shape)
+
+
+def is_split(x: Any) -> bool:
+    """Whether `x` is an `EvenSplit` leaf; the `is_leaf` of every tree map over split trees."""
+    return isinstance(x, EvenSplit)

@@ -1,0 +1,173 @@
+"""Shard and replica axes, the context a call runs in, and the types of values inside a manual region."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+AxisNames = str | Sequence[str]
+
+
+def names(axis: AxisNames | None) -> tuple[str, ...]:
+    """An axis argument as a tuple of names, outer first."""
+    if axis is None:
+        return ()
+    return (axis,) if isinstance(axis, str) else tuple(axis)
+
+
+def path_text(path: Any) -> str:
+    """A key path as users write it: ``layers/0/w``; the root is ``(root)``."""
+    return jax.tree_util.keystr(path, simple=True, separator="/") or "(root)"
+
+
+@dataclasses.dataclass(frozen=True)
+class Axes:
+    """The axes that one `Zero` works over, with their sizes.
+
+    Attributes:
+      shard: Names of the axes that split the state, outer first.
+      replica: Names of the axes over which the split state is repeated.
+      n: Number of shares.
+      r: Number of replicas.
+    """
+
+    shard: tuple[str, ...]
+    replica: tuple[str, ...]
+    n: int
+    r: int
+
+    @property
+    def every(self) -> tuple[str, ...]:
+        """All axes, the replica axes first: the batch is cut over them in this order."""
+        return self.replica + self.shard
+
+
+def check_axes(mesh: Any, shard_axis: AxisNames, replica_axis: AxisNames | None) -> None:
+    """Refuses axes that are not text, occur twice, or are not in the mesh."""
+    shard, replica = names(shard_axis), names(replica_axis)
+    for option, axes in (("shard_axis", shard), ("replica_axis", replica)):
+        for axis in axes:
+            if not isinstance(axis, str) or (mesh is not None and axis not in mesh.shape):
+                found = None if mesh is None else dict(mesh.shape)
+                raise ValueError(
+                    f"Zero: {option}={axis!r} is not an axis of the mesh. Found mesh axes {found}; "
+                    f"expected one of their names. Fix: pass {option}=<name> of one of them."
+                )
+    if not shard:
+        raise ValueError(
+            "Zero: shard_axis is empty; expected the name of a mesh axis, or a tuple of names."
+        )
+    if len(set(shard + replica)) < len(shard + replica):
+        raise ValueError(
+            f"Zero: shard_axis={shard_axis!r} and replica_axis={replica_axis!r} name one axis twice. "
+            "Expected different axes. Fix: give the state one axis to be split over and another to "
+            "be repeated over."
+        )
+
+
+def in_manual_region(call: str, shard: tuple[str, ...], replica: tuple[str, ...]) -> bool:
+    """Whether the call stands inside a user's `shard_map` over these axes; refuses half of it."""
+    manual = set(jax.sharding.get_abstract_mesh().manual_axes)
+    inside = manual.intersection(shard + replica)
+    if inside and inside != set(shard + replica):
+        missing = sorted(set(shard + replica) - inside)
+        raise ValueError(
+            f"{call}: called inside a shard_map that is manual over {sorted(inside)} but not over "
+            f"{missing}. Expected all of {shard + replica}. Fix: add {missing} to the axis_names of "
+            "that shard_map, or call it outside."
+        )
+    if inside and not varying(lax.axis_index(shard)).issuperset(shard):
+        raise ValueError(
+            f"{call}: the surrounding shard_map has check_vma=False, so local and reduced gradients "
+            "cannot be told apart. Expected check_vma=True (the default). Fix: drop check_vma=False, "
+            "or call it outside shard_map, where jaxzero opens the region itself."
+        )
+    return bool(inside)
+
+
+def resolve(
+    call: str, mesh: Any, shard: tuple[str, ...], replica: tuple[str, ...], manual: bool
+) -> Axes:
+    """The axes with their sizes: from the bound axes inside a manual region, else from the mesh."""
+    if manual:
+        return Axes(shard, replica, lax.axis_size(shard), lax.axis_size(replica) if replica else 1)
+    if mesh is None:
+        raise ValueError(
+            f"{call}: no mesh. Found mesh=None outside a shard_map over {shard}; expected a "
+            "jax.sharding.Mesh. Fix: Zero(mesh, ...) or mesh=mesh, or call it inside shard_map."
+        )
+    size = lambda axes: math.prod(mesh.shape[a] for a in axes)
+    return Axes(shard, replica, size(shard), size(replica))
+
+
+def manual_axes(mesh: Any, axes: Axes) -> set[str]:
+    """The axes a region opened by the library is manual over: its own, and Explicit ones.
+
+    Axes that the leaves do not use stay with the compiler where they are Auto. An Explicit one is
+    taken along (nothing varies over it): its types would otherwise follow every slice.
+    """
+    explicit = {a for a, t in zip(mesh.axis_names, mesh.axis_types) if t == AxisType.Explicit}
+    return {*axes.every} | explicit
+
+
+def region(mesh: Any, axes: Axes, f: Callable[..., Any], in_specs: Any, out_specs: Any) -> Any:
+    """`shard_map` over the library's axes with the type check on: replicas provably agree."""
+    return jax.shard_map(
+        f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=manual_axes(mesh, axes)
+    )
+
+
+# --- types of values inside a manual region ------------------------------------------------------
+
+
+def varying(x: Any) -> frozenset[str]:
+    """The manual axes over which `x` may differ between devices."""
+    return jax.typeof(x).manual_axis_type.varying
+
+
+def cast(x: Any, axes: Iterable[str]) -> Any:
+    """`x` typed as varying over `axes` too; sends nothing."""
+    need = tuple(sorted(set(axes) - varying(x)))
+    return lax.pcast(x, need, to="varying") if need else x
+
+
+def match(values: Sequence[Any]) -> list[Any]:
+    """All values typed as varying over the union of their axes: a primitive bound by hand needs it."""
+    types = [varying(x) for x in values]
+    union = frozenset().union(*types)
+    return [x if t == union else cast(x, union) for x, t in zip(values, types)]
+
+
+# --- placement in the global view ----------------------------------------------------------------
+
+
+def is_traced(tree: Any) -> bool:
+    """Whether a leaf of `tree` is being traced (under `jit`, `grad`, `vmap`, ...)."""
+    return any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(tree))
+
+
+def place(call: str, mesh: Mesh, path: Any, x: Any, spec: PartitionSpec, own: Sequence[str]) -> Any:
+    """`x` placed as `spec` on the mesh; refuses a leaf that other mesh axes shard.
+
+    Concrete arrays are moved. Traced ones are resharded where the mesh is Explicit; where it is Auto
+    the compiler does it.
+    """
+    sharding = getattr(jax.typeof(x) if isinstance(x, jax.core.Tracer) else x, "sharding", None)
+    if isinstance(sharding, NamedSharding):
+        used = {a for part in sharding.spec for a in names(part if part else None)}
+        if used - set(own) - {PartitionSpec.UNCONSTRAINED}:
+            raise ValueError(
+                f"{call}: leaf {path_text(path)!r} is already sharded over other mesh axes. Found "
+                f"{sharding.spec} on a mesh of {dict(sharding.mesh.shape)}; expected it whole, or "
+                f"sharded over {tuple(own)} only. Fix: jax.device_put it with PartitionSpec() first."
+            )
+    target = NamedSharding(mesh, spec)
+    if not isinstance(x, jax.core.Tracer):
+        return jax.device_put(x, target)
+    if AxisType.Explicit in mesh.axis_types and sharding.spec != spec:
+        return jax.reshard(x, target)
+    return x
