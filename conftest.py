@@ -3,7 +3,9 @@
 import os
 
 os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["NPROC"] = "32"  # XLA sizes a thread pool by it; 8 devices on fewer cores can otherwise wait for each other for ever
+os.environ["NPROC"] = (
+    "32"  # XLA sizes a thread pool by it; 8 devices on fewer cores can otherwise wait for each other for ever
+)
 
 import jax
 import pytest
@@ -13,7 +15,9 @@ jax.config.update("jax_num_cpu_devices", 8)
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add `--sample N`: a short run that still enters every file."""
-    parser.addoption("--sample", type=int, default=1, metavar="N", help="run each file's first test and every N-th after it")
+    parser.addoption(
+        "--sample", type=int, default=1, metavar="N", help="run each file's first test and every N-th after it"
+    )
 
 
 @pytest.hookimpl(trylast=True)

@@ -3,8 +3,8 @@
     python examples/train_gpt.py
     python examples/train_gpt.py --optimizer muon --stage 1 --mesh 2x4 --data book.txt
 
-The text is by default the source of Python's own standard library, cut into bytes. Without accelerators the program makes
-eight virtual devices of the CPU. Everything that jaxzero does stands in `main`, between the two lines of dashes.
+The text is by default the source of Python's own standard library, cut into bytes. Without accelerators the program
+makes eight virtual devices of the CPU. Everything that jaxzero does stands in `main`, between the two lines of dashes.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ os.environ.setdefault("NPROC", "32")  # eight devices on fewer CPU cores need mo
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import matplotlib
+import matplotlib as mpl
 import numpy as np
 import optax
 import optax.contrib
@@ -58,9 +58,9 @@ class Options:
     """Default: the optimizer's own, or else 0.003."""
     clip: float = 1.0
     """Largest global norm of the gradient; 0 for no clipping."""
-    steps: int = 200
+    steps: int = 400
     """Training steps."""
-    batch: int = 32
+    batch: int = 16
     """Examples per step, over all devices."""
     length: int = 64
     """Bytes per example."""
@@ -217,26 +217,193 @@ def make_mesh(text: str) -> tuple[Mesh, str | None]:
     return Mesh(np.array(devices[: math.prod(sizes)]).reshape(sizes), names), "replica" if len(sizes) == 2 else None
 
 
-def table_of_memory(zero: jaxzero.Zero, params: Any, grads: Any, state: Any) -> tuple[rich.table.Table, dict[str, Any]]:
-    """What lives where between the parts of a step: bytes per device, beside those of a run that shards nothing."""
+def nbytes(tree: Any, shape_here: Callable[[Any], tuple[int, ...]]) -> int:
+    return sum(math.prod(shape_here(x)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
-    def size(tree: Any) -> int:
-        return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
-    def size_here(tree: Any, specs: Any) -> int:
-        total = 0
-        for x, spec in zip(jax.tree.leaves(tree), jax.tree.leaves(specs), strict=True):
-            total += math.prod(NamedSharding(zero.mesh, spec).shard_shape(x.shape)) * x.dtype.itemsize
-        return total
-
-    whole = jax.tree.map(lambda _: P(), grads)
-    rows = {
-        "parameters": (size(params), size_here(params, jax.tree.map(lambda x: x.sharding.spec, params))),
-        "gradients": (size(params), size_here(grads, zero.specs(grads) if zero.stage > 1 else whole)),
-        "optimizer state": (0, size_here(state, jax.tree.map(lambda x: x.sharding.spec, state))),
+def memory(
+    zero: jaxzero.Zero, inner: optax.GradientTransformation, params: Any, grads: Any, state: Any
+) -> dict[str, Any]:
+    """Bytes on each device, and what a run that shards nothing would keep there."""
+    if zero.stage == 1:  # whole on every device
+        grads_here = nbytes(grads, lambda x: x.shape)
+    else:
+        shardings = jax.tree.map(lambda spec: NamedSharding(zero.mesh, spec), zero.specs(grads))
+        split = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), grads, shardings)
+        grads_here = nbytes(split, lambda x: x.sharding.shard_shape(x.shape))
+    whole = nbytes(params, lambda x: x.shape)
+    whole_state = nbytes(jax.eval_shape(inner.init, params), lambda x: x.shape)
+    here = functools.partial(nbytes, shape_here=lambda x: x.sharding.shard_shape(x.shape))
+    return {
+        "parameters": {"per_device": here(params), "unsharded": whole},
+        "gradients": {"per_device": grads_here, "unsharded": whole},
+        "optimizer state": {"per_device": here(state), "unsharded": whole_state},
     }
-    return rows
+
+
+def memory_table(rows: dict[str, Any], title: str) -> rich.table.Table:
+    table = rich.table.Table("MB per device", "here", "unsharded", "part", title=title, title_justify="left")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    total = {key: sum(row[key] for row in rows.values()) for key in ("per_device", "unsharded")}
+    for name, row in {**rows, "together": total}.items():
+        part = row["per_device"] / max(row["unsharded"], 1)
+        table.add_row(name, f"{row['per_device'] / 1e6:.3f}", f"{row['unsharded'] / 1e6:.3f}", f"{part:.1%}")
+    return table
+
+
+# ---- what the run leaves behind
+
+
+def draw(losses: list[float], entropy: float, held_out: float, path: pathlib.Path) -> None:
+    """The loss curve, with the two figures it should be read against."""
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    axes.plot(range(1, len(losses) + 1), losses, label="training")
+    axes.axhline(entropy, color="gray", linestyle="--", label=f"unigram entropy {entropy:.2f}")
+    axes.plot([len(losses)], [held_out], "o", color="black", label=f"held out {held_out:.2f}")
+    axes.set(xlabel="step", ylabel="loss (nats per byte)")
+    axes.legend()
+    figure.savefig(path, dpi=120)
+
+
+def check(options: Options, mesh: Mesh, text: np.ndarray) -> None:
+    """Refuse, in one line, what cannot work."""
+    for name in ("steps", "batch", "length", "width", "layers"):
+        if getattr(options, name) < 1:
+            fail(f"--{name} {getattr(options, name)}: expected 1 or more")
+    if options.batch % mesh.size:
+        fail(f"--batch {options.batch}: does not divide over {mesh.size} devices")
+    if options.width % HEAD_WIDTH:
+        fail(f"--width {options.width}: expected a multiple of {HEAD_WIDTH}")
+    if not options.clip >= 0:
+        fail(f"--clip {options.clip}: expected 0 or more")
+    if text.size < 20 * (options.length + 1):
+        fail(
+            f"--data: {text.size} bytes are too few for --length {options.length}; {20 * (options.length + 1)} will do"
+        )
+    try:
+        options.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        fail(f"--out {options.out}: {error.strerror}")
 
 
 def main(options: Options) -> None:
-    pass
+    """Train, and leave a sample, a curve and the figures in the output folder."""
+    started = time.perf_counter()
+    jax.config.update("jax_num_cpu_devices", 8)
+    console = rich.console.Console(highlight=False)
+    mesh, replica_axis = make_mesh(options.mesh)
+    inner = make_optimizer(options)
+    vocabulary, tokens = np.unique(np.frombuffer(read_text(options.data), np.uint8), return_inverse=True)
+    tokens = tokens.astype(np.int32)
+    check(options, mesh, tokens)
+    training, held_out = np.split(tokens, [tokens.size * 9 // 10])
+    entropy = unigram_entropy(tokens)
+
+    model = GPT(vocabulary.size, options.width, options.layers, options.length)
+    rng = np.random.default_rng(options.seed)
+    init_key, dropout_key, sample_key = jax.random.split(jax.random.key(options.seed), 3)
+    by_example = NamedSharding(mesh, P(mesh.axis_names))
+
+    def batch_of(text: np.ndarray) -> jax.Array:
+        return jax.device_put(crops(text, rng, options.batch, options.length), by_example)
+
+    def loss_fn(params: Any, tokens: jax.Array, key: jax.Array) -> jax.Array:
+        scores = model.apply(params, tokens[:, :-1], train=True, rngs={"dropout": key})
+        return mean_loss(scores, tokens[:, 1:])
+
+    # ------------------------------------------------------------------ jaxzero, from here
+    zero = jaxzero.Zero(mesh, stage=options.stage, shard_axis="data", replica_axis=replica_axis)
+    tx = zero.optimizer(inner)
+    params = zero.init(model.init, init_key, jnp.zeros((1, options.length), jnp.int32))
+    state = jax.jit(tx.init)(params)
+    grad_fn = zero.value_and_grad(loss_fn)
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def train_step(params: Any, state: Any, tokens: jax.Array, key: jax.Array) -> tuple[Any, Any, jax.Array]:
+        loss, grads = grad_fn(params, tokens, key)  # `key` becomes another one on each device
+        params, state = zero.apply(tx, grads, state, params)
+        return params, state, loss
+
+    # ------------------------------------------------------------------ to here
+
+    _, grads = jax.eval_shape(grad_fn, params, batch_of(training), dropout_key)
+    figures = memory(zero, inner, params, grads, state)
+    count = sum(x.size for x in jax.tree.leaves(params))
+    shape = " x ".join(f"{n} ({axis})" for axis, n in mesh.shape.items())
+    console.print(
+        f"{tokens.size:,} bytes of text, {vocabulary.size} kinds of byte; {count:,} parameters; {options.optimizer}; "
+        f"mesh {shape} of {mesh.devices.flat[0].platform}"
+    )
+    console.print(memory_table(figures, f"What lives where, stage {options.stage}"))
+
+    columns = (
+        *(
+            rich.progress.TextColumn("{task.description}"),
+            rich.progress.BarColumn(),
+            rich.progress.MofNCompleteColumn(),
+        ),
+        rich.progress.TextColumn("loss {task.fields[loss]:.3f}  {task.fields[speed]:,.0f} tokens/s"),
+        rich.progress.TimeRemainingColumn(),
+    )
+    losses: list[float] = []
+    speed = 0.0
+    with rich.progress.Progress(*columns, console=console) as progress:
+        task = progress.add_task("compiling", total=options.steps, loss=math.nan, speed=0.0)
+        for i in range(options.steps):
+            key = jax.random.fold_in(dropout_key, i)
+            params, state, loss = train_step(params, state, batch_of(training), key)
+            losses.append(float(loss))
+            if not math.isfinite(losses[-1]):
+                fail(f"the loss is {losses[-1]} at step {i + 1}; a smaller --learning-rate may help", 1)
+            if i == 0:
+                clock = time.perf_counter()  # the first step compiles
+            else:
+                speed = i * options.batch * options.length / (time.perf_counter() - clock)
+            progress.update(task, advance=1, loss=losses[-1], speed=speed, description="training")
+            if (i + 1) % max(options.steps // 10, 1) == 0:
+                progress.console.print(f"step {i + 1:5d}  loss {losses[-1]:.3f}  {speed:10,.0f} tokens/s")
+
+    @jax.jit
+    def score(params: Any, tokens: jax.Array) -> jax.Array:
+        return mean_loss(model.apply(params, tokens[:, :-1]), tokens[:, 1:])
+
+    params = zero.gather(params)  # at stages 1 and 2 they are whole already
+    held_out_loss = float(np.mean([score(params, batch_of(held_out)) for _ in range(8)]))
+
+    one = jax.devices()[0]
+    start = jnp.asarray(held_out[: options.length])
+    draw_tokens = jax.jit(functools.partial(sample, model, count=300))
+    drawn = draw_tokens(*jax.device_put((params, start, sample_key), one))
+    written = bytes(vocabulary[np.asarray(drawn)]).decode(errors="replace")
+    console.rule("a sample")
+    console.print(written, markup=False)
+    console.rule()
+
+    verdict = "below" if held_out_loss < entropy else "not below"
+    console.print(
+        f"held-out loss {held_out_loss:.3f} nats per byte, {verdict} the text's unigram entropy {entropy:.3f}"
+    )
+    metrics = {
+        "options": {k: str(v) if isinstance(v, pathlib.Path) else v for k, v in dataclasses.asdict(options).items()},
+        "platform": mesh.devices.flat[0].platform,
+        "mesh": dict(mesh.shape),
+        "parameters": count,
+        "memory": figures,
+        "unigram_entropy": entropy,
+        "held_out_loss": held_out_loss,
+        "tokens_per_second": speed,
+        "seconds": time.perf_counter() - started,
+        "losses": losses,
+    }
+    draw(losses, entropy, held_out_loss, options.out / "loss.png")
+    (options.out / "sample.txt").write_text(written)
+    (options.out / "metrics.json").write_text(json.dumps(metrics, indent=1) + "\n")
+    console.print(f"loss.png, metrics.json and sample.txt are in {options.out}")
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options))

@@ -36,6 +36,6 @@ def explicit24() -> Mesh:
 
 @pytest.fixture
 def strict() -> Iterator[None]:
-    """No implicit promotion of dtypes or ranks. For the library's own arithmetic: Optax and Flax fail under it unsharded."""
+    """No implicit promotion. For the library's own arithmetic: Optax and Flax fail under it unsharded."""
     with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
         yield

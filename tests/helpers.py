@@ -67,7 +67,9 @@ def close(a: Any, b: Any, rtol_of_max: float = 5e-6) -> None:
         np.testing.assert_array_equal(x[~finite], y[~finite], err_msg=name(path))
         error = np.max(np.abs(x[finite] - y[finite]), initial=0.0)
         scale = np.max(np.abs(y[finite]), initial=0.0)
-        assert error <= rtol_of_max * scale, f"{name(path)}: differs by {error:.3e}, {error / max(scale, 1e-30):.1e} of {scale:.3e}"
+        assert error <= rtol_of_max * scale, (
+            f"{name(path)}: differs by {error:.3e}, {error / max(scale, 1e-30):.1e} of {scale:.3e}"
+        )
 
 
 def reference_run(tx: optax.GradientTransformation, params: Any, grads_list: Iterable[Any]) -> tuple[Any, Any]:

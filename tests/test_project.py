@@ -111,7 +111,10 @@ def test_import_graph_has_no_cycle():
 
 def test_no_registry_host_and_no_machine_path():
     files = [p for p in ROOT.iterdir() if p.is_file()] + [
-        p for d in ("jaxzero", "tests", "examples", ".ci") for p in (ROOT / d).rglob("*") if p.is_file() and p.suffix != ".pyc"
+        p
+        for d in ("jaxzero", "tests", "examples", ".ci")
+        for p in (ROOT / d).rglob("*")
+        if p.is_file() and p.suffix != ".pyc"
     ]
     words = ["py" + "pi.org", "pythonhosted" + ".org", "npm" + "js.org", "/work" + "/", "/ro" + "ot/", "/tmp" + "/"]
     found = [(p.name, w) for p in files for w in words if w.encode() in p.read_bytes()]
@@ -130,7 +133,11 @@ def test_no_registry_host_and_no_machine_path():
         ),
         (cycle, {"__init__.py": "from .a import x", "a.py": "from . import b", "b.py": "from .a import x"}, True),
         (cycle, {"__init__.py": "", "a.py": "def f():\n    import bad.b", "b.py": "from bad.a import x"}, True),
-        (cycle, {"__init__.py": "", "a.py": "from .sub.c import x", "sub/__init__.py": "", "sub/c.py": "from ..a import x"}, True),
+        (
+            cycle,
+            {"__init__.py": "", "a.py": "from .sub.c import x", "sub/__init__.py": "", "sub/c.py": "from ..a import x"},
+            True,
+        ),
         (cycle, {"__init__.py": "from .a import x", "a.py": "from . import b", "b.py": "import jax"}, None),
         (cycle, {"a.py": "if TYPE_CHECKING:\n    from .b import x", "b.py": "from .a import x"}, None),
     ],
