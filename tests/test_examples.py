@@ -1,0 +1,111 @@
+"""The examples as a user runs them: a short run that learns, and one line for each bad option."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+import train_gpt
+import tyro
+
+ROOT = pathlib.Path(__file__).parent.parent
+TINY = ["--length", "16", "--width", "32", "--layers", "1"]
+
+
+def run_train_gpt(*arguments):
+    """Run the program on 8 CPU devices; a warning, such as that of a buffer that could not be donated, is an error."""
+    return subprocess.run(
+        [sys.executable, "-W", "error", str(ROOT / "examples/train_gpt.py"), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=os.environ | {"JAX_PLATFORMS": "cpu", "COLUMNS": "100"},
+    )
+
+
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("the cat sat on the mat and the dog sat on the log\n" * 100)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--optimizer", "adamw", "--learning-rate", "0.01"],
+        ["--stage", "1", "--mesh", "2x2", "--optimizer", "muon", "--learning-rate", "0.03", "--clip", "0"],
+        ["--mesh", "2x4", "--optimizer", "lamb", "--learning-rate", "0.03"],
+        ["--mesh", "1", "--optimizer", "schedule_free_adamw", "--learning-rate", "0.03"],
+    ],
+    ids=lambda options: "_".join(options),
+)
+def test_train_gpt_learns(tmp_path, text, options):
+    out = tmp_path / "out"
+    run = run_train_gpt(*TINY, "--steps", "30", "--data", text, "--out", str(out), *options)
+    assert run.returncode == 0, run.stderr
+    metrics = json.loads((out / "metrics.json").read_text())
+    losses = metrics["losses"]
+    assert len(losses) == 30
+    assert sum(losses[-5:]) / 5 < losses[0] - 0.3
+    assert metrics["held_out_loss"] < losses[0] - 0.3
+    assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert len((out / "sample.txt").read_text()) == 300
+    for words in ("What lives where", "optimizer state", "tokens/s", "held-out loss", "unigram entropy"):
+        assert words in run.stdout
+    shards = metrics["mesh"]["data"]
+    for name, stage in (("optimizer state", 1), ("gradients", 2)):
+        row = metrics["memory"][name]
+        split = shards if metrics["options"]["stage"] >= stage else 1
+        assert row["unsharded"] / split <= row["per_device"] <= row["unsharded"] / split * 1.05 + 64, name
+
+
+def test_train_gpt_repeats(tmp_path, text):
+    """The same seed gives the same losses, so the dropout keys are a function of it."""
+    losses = []
+    for name in ("a", "b"):
+        run = run_train_gpt(*TINY, "--mesh", "2", "--steps", "4", "--data", text, "--out", str(tmp_path / name))
+        assert run.returncode == 0, run.stderr
+        losses.append(json.loads((tmp_path / name / "metrics.json").read_text())["losses"])
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--optimizer adammw", '--optimizer adammw: optax has no such optimizer; did you mean "adamw"?'),
+        ("--optimizer momo", "--optimizer momo: it needs more than the gradients (momo."),
+        ("--mesh 16", "--mesh 16: needs 16 devices, 8 are here (cpu)"),
+        ("--mesh 2by4", '--mesh 2by4: expected a number of devices such as "8"'),
+        ("--data no_such_file.txt", "--data no_such_file.txt: No such file or directory"),
+        ("--data LICENSE --length 100000", "are too few for --length 100000"),
+        ("--batch 12", "--batch 12: does not divide over 8 devices"),
+        ("--width 100", "--width 100: expected a multiple of 32"),
+        ("--steps 0", "--steps 0: expected 1 or more"),
+        ("--out LICENSE/below", "--out LICENSE/below: Not a directory"),
+    ],
+)
+def test_train_gpt_bad_option(options, message, capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(SystemExit) as stop:
+        train_gpt.main(tyro.cli(train_gpt.Options, args=options.split()))
+    error = capsys.readouterr().err
+    assert stop.value.code == 2
+    assert error.startswith("train_gpt: ")
+    assert error.count("\n") == 1
+    assert message in error
+
+
+def test_train_gpt_unknown_flag_and_help():
+    assert run_train_gpt("--stage", "7").returncode == 2
+    assert "ZeRO stage" in run_train_gpt("--help").stdout
+
+
+def test_train_gpt_says_that_it_diverged(tmp_path, text):
+    options = ["--steps", "5", "--optimizer", "sgd", "--clip", "0", "--learning-rate", "1e30"]
+    run = run_train_gpt(*TINY, *options, "--data", text, "--out", str(tmp_path))
+    assert run.returncode == 1
+    assert "a smaller --learning-rate may help" in run.stderr
+    assert "Traceback" not in run.stderr
