@@ -150,6 +150,11 @@ class GPT(nn.Module):
         return embed.attend(nn.LayerNorm()(x))
 
 
+def predict(model: GPT, params: Any, tokens: jax.Array, **options: Any) -> jax.Array:
+    scores: Any = model.apply(params, tokens, **options)
+    return scores
+
+
 def mean_loss(scores: jax.Array, targets: jax.Array) -> jax.Array:
     return optax.softmax_cross_entropy_with_integer_labels(scores, targets).mean()
 
@@ -158,7 +163,7 @@ def sample(model: GPT, params: Any, start: jax.Array, key: jax.Array, count: int
     """Continue `start`, a full window of tokens, by `count` tokens."""
 
     def next_token(window: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
-        scores = model.apply(params, window[None])[0, -1]
+        scores = predict(model, params, window[None])[0, -1]
         token = jax.random.categorical(key, scores / 0.8).astype(window.dtype)
         return jnp.append(window[1:], token), token
 
@@ -171,7 +176,7 @@ def sample(model: GPT, params: Any, start: jax.Array, key: jax.Array, count: int
 @functools.cache
 def optimizers() -> dict[str, Callable[..., optax.GradientTransformation]]:
     """Every function of optax and optax.contrib that makes an optimizer from a learning rate alone."""
-    found = {}
+    found: dict[str, Callable[..., optax.GradientTransformation]] = {}
     for module in (optax.contrib, optax):
         for name, f in inspect.getmembers(module, inspect.isfunction):
             parameters = inspect.signature(f).parameters.values()
@@ -312,7 +317,7 @@ def main(options: Options) -> None:
         return jax.device_put(crops(text, rng, options.batch, options.length), by_example)
 
     def loss_fn(params: Any, tokens: jax.Array, key: jax.Array) -> jax.Array:
-        scores = model.apply(params, tokens[:, :-1], train=True, rngs={"dropout": key})
+        scores = predict(model, params, tokens[:, :-1], train=True, rngs={"dropout": key})
         return mean_loss(scores, tokens[:, 1:])
 
     # ------------------------------------------------------------------ jaxzero, from here
@@ -369,7 +374,7 @@ def main(options: Options) -> None:
 
     @jax.jit
     def score(params: Any, tokens: jax.Array) -> jax.Array:
-        return mean_loss(model.apply(params, tokens[:, :-1]), tokens[:, 1:])
+        return mean_loss(predict(model, params, tokens[:, :-1]), tokens[:, 1:])
 
     params = zero.gather(params)  # at stages 1 and 2 they are whole already
     held_out_loss = float(np.mean([score(params, batch_of(held_out)) for _ in range(8)]))
