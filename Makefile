@@ -32,7 +32,7 @@ clean:
 
 # One stamp per extra; a change of pyproject.toml installs again.
 $(VENV)/.%: pyproject.toml | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[$*]"
+	$(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --editable ".[$*]"
 	touch $@
 
 $(BIN)/python:
