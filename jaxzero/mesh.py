@@ -31,14 +31,22 @@ class Axes:
     Attributes:
       shard: Names of the axes that split the state, outer first.
       replica: Names of the axes over which the split state is repeated.
-      n: Number of shares.
-      r: Number of replicas.
+      sizes: Devices along each axis of `every`.
     """
 
     shard: tuple[str, ...]
     replica: tuple[str, ...]
-    n: int
-    r: int
+    sizes: tuple[int, ...]
+
+    @property
+    def n(self) -> int:
+        """Number of shares."""
+        return math.prod(self.sizes[len(self.replica) :])
+
+    @property
+    def r(self) -> int:
+        """Number of replicas."""
+        return math.prod(self.sizes[: len(self.replica)])
 
     @property
     def every(self) -> tuple[str, ...]:
@@ -94,14 +102,13 @@ def resolve(
 ) -> Axes:
     """The axes with their sizes: from the bound axes inside a manual region, else from the mesh."""
     if manual:
-        return Axes(shard, replica, lax.axis_size(shard), lax.axis_size(replica) if replica else 1)
+        return Axes(shard, replica, tuple(lax.axis_size(a) for a in replica + shard))
     if mesh is None:
         raise ValueError(
             f"{call}: no mesh. Found mesh=None outside a shard_map over {shard}; expected a "
             "jax.sharding.Mesh. Fix: Zero(mesh, ...) or mesh=mesh, or call it inside shard_map."
         )
-    size = lambda axes: math.prod(mesh.shape[a] for a in axes)
-    return Axes(shard, replica, size(shard), size(replica))
+    return Axes(shard, replica, tuple(mesh.shape[a] for a in replica + shard))
 
 
 def manual_axes(mesh: Any, axes: Axes) -> set[str]:
@@ -148,6 +155,18 @@ def match(values: Sequence[Any]) -> list[Any]:
 def is_traced(tree: Any) -> bool:
     """Whether a leaf of `tree` is being traced (under `jit`, `grad`, `vmap`, ...)."""
     return any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(tree))
+
+
+def place_all(
+    call: str, mesh: Mesh, paths: Sequence[Any] | None, arrays: Any, specs: Any, axes: Axes
+) -> list[Any]:
+    """A flat list of arrays, each placed by its spec (or all by one)."""
+    paths = [()] * len(arrays) if paths is None else paths
+    specs = [specs] * len(arrays) if isinstance(specs, PartitionSpec) else specs
+    return [
+        place(call, mesh, path, x, spec, axes.every)
+        for path, x, spec in zip(paths, arrays, specs, strict=True)
+    ]
 
 
 def place(call: str, mesh: Mesh, path: Any, x: Any, spec: PartitionSpec, own: Sequence[str]) -> Any:

@@ -1,0 +1,39 @@
+"""What differs between the supported JAX versions (0.10.2 and 0.12), in one place."""
+
+from typing import Any
+
+from jax.extend.core import Literal as Literal
+
+
+def bind_params(eqn: Any) -> tuple[list[Any], dict[str, Any]]:
+    """An equation's parameters as `bind` takes them.
+
+    Older versions return a pair (functions, parameters), newer ones the parameters alone.
+    """
+    params = eqn.primitive.get_bind_params(eqn.params)
+    return params if isinstance(params, tuple) else ([], params)
+
+
+def open_program(program: Any) -> tuple[Any, list[Any]]:
+    """An inner program as (jaxpr, constants).
+
+    In 0.10 a closed and an open program are two classes, in 0.12 one; only the closed kind has
+    constants.
+    """
+    if hasattr(program, "jaxpr"):
+        return program.jaxpr, list(program.consts)
+    return program, list(getattr(program, "consts", ()))
+
+
+def scan_parts(eqn: Any, operands: list[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+    """The operands of a `scan` equation as (constants, carry, scanned).
+
+    0.10 keeps two counts; 0.12 keeps the structure of the three groups instead.
+    """
+    params = eqn.params
+    if "num_consts" in params:
+        consts, carry = params["num_consts"], params["num_carry"]
+    else:
+        groups = params["ft_in"].unpack()
+        consts, carry = len(groups[0]), len(groups[1])
+    return operands[:consts], operands[consts : consts + carry], operands[consts + carry :]

@@ -1,0 +1,128 @@
+"""The arguments of a loss after the parameters: examples are cut, scalars are whole, keys are folded."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from .mesh import Axes, path_text, varying
+from .state import is_key
+
+
+@dataclasses.dataclass(frozen=True)
+class Argument:
+    """One array among the arguments.
+
+    Attributes:
+      name: How errors name it.
+      cut: Whether its leading dimension is cut over all devices.
+      key: Whether it is a scalar key to be folded with the device's index.
+    """
+
+    name: str
+    cut: bool
+    key: bool
+
+    def spec(self, axes: Sequence[str]) -> PartitionSpec:
+        """Its `PartitionSpec`."""
+        return PartitionSpec(tuple(axes)) if self.cut else PartitionSpec()
+
+
+@dataclasses.dataclass(frozen=True)
+class Arguments:
+    """The structure of a batch: which leaves are arrays, and everything else as it is."""
+
+    tree: Any
+    static: tuple[Any, ...]
+    arrays: tuple[Argument, ...]
+
+    def rebuild(self, arrays: Sequence[Any]) -> tuple[Any, ...]:
+        """The positional arguments, with `arrays` in their places."""
+        rest = iter(arrays)
+        leaves = [next(rest) if isinstance(x, _Array) else x for x in self.static]
+        return jax.tree.unflatten(self.tree, leaves)
+
+
+class _Array:
+    """Stands for an array among the static leaves."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Array)
+
+    def __hash__(self) -> int:
+        return hash(_Array)
+
+
+def sort_arguments(
+    batch: tuple[Any, ...], whole_argnums: Sequence[int], fold_keys: bool, traced: bool
+) -> tuple[Arguments, list[Any]]:
+    """Separates the arrays of a batch from strings, callables and Python scalars.
+
+    Python numbers are arrays where the call is eager, as they are for `jit`: their value may change
+    from step to step. Under a trace they are what they are.
+    """
+    wrong = [i for i in whole_argnums if not 1 <= i <= len(batch)]
+    if wrong:
+        raise ValueError(
+            f"value_and_grad: whole_argnums={tuple(whole_argnums)} names position {wrong[0]}. Expected "
+            f"positions of the loss's arguments after the parameters, 1 to {len(batch)}. Fix: count the "
+            "parameters as 0, as jax.jit's static_argnums does."
+        )
+    pairs, tree = jax.tree_util.tree_flatten_with_path(batch)
+    static: list[Any] = []
+    kinds, arrays = [], []
+    for path, x in pairs:
+        number = isinstance(x, (int, float, complex)) and not isinstance(x, (bool, np.generic))
+        if not (hasattr(x, "dtype") and hasattr(x, "shape")) and (traced or not number):
+            static.append(x)
+            continue
+        position = path[0].idx + 1
+        name = f"argument {position}"
+        if len(path) > 1:
+            name += f", leaf {path_text(path[1:])!r}"
+        whole = position in whole_argnums
+        scalar_key = np.ndim(x) == 0 and is_key(getattr(x, "dtype", np.float32))
+        kinds.append(
+            Argument(name, not whole and np.ndim(x) > 0, scalar_key and fold_keys and not whole)
+        )
+        static.append(_Array())
+        arrays.append(x)
+    return Arguments(tree, tuple(static), tuple(kinds)), arrays
+
+
+def check_divides(arguments: Sequence[Argument], arrays: Sequence[Any], axes: Axes) -> None:
+    """Refuses examples that cannot be dealt evenly."""
+    for argument, x in zip(arguments, arrays, strict=True):
+        size = axes.n * axes.r
+        if argument.cut and x.shape[0] % size:
+            raw_key = x.shape[-1:] == (2,) and x.dtype == np.uint32
+            fix = (
+                "for a PRNG key use jax.random.key (a typed, scalar key)"
+                if raw_key
+                else "drop or pad the partial last batch, or name the argument in whole_argnums if it "
+                "is no batch"
+            )
+            raise ValueError(
+                f"value_and_grad: {argument.name} has leading dimension {x.shape[0]} (shape "
+                f"{tuple(x.shape)}), which does not divide by {size} devices ({axes.n} shares x {axes.r} "
+                f"replicas). Fix: {fix}."
+            )
+
+
+def fold(arguments: Sequence[Argument], arrays: Sequence[Any], axes: Axes) -> list[Any]:
+    """Inside a manual region: scalar keys differ between devices, so dropout does too.
+
+    A key that varies already (inside a user's `shard_map`) is left alone.
+    """
+    return [
+        jax.random.fold_in(x, lax.axis_index(axes.every))
+        if argument.key and not set(axes.every) & varying(x)
+        else x
+        for argument, x in zip(arguments, arrays, strict=True)
+    ]
+
+

@@ -1,0 +1,224 @@
+"""What is refused at once: gradients and state that do not fit, each by leaf path, with the fix."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from jax.sharding import NamedSharding
+
+from .layout import is_split
+from .mesh import Axes, path_text, varying
+from .state import Leaf, Leaves, StateLeaf, shape_dtype
+
+
+def same_leaves(call: str, grads: Any, params: Any) -> None:
+    """Refuses gradients that lack a leaf, or have `None` for an array.
+
+    Trees of different structure are legal where the gradients' paths are the ends of parameters'
+    paths (`optax.LookaheadParams`).
+    """
+    none = lambda x: x is None or is_split(x)
+    found = dict(jax.tree_util.tree_leaves_with_path(grads, is_leaf=none))
+    wanted = dict(jax.tree_util.tree_leaves_with_path(params, is_leaf=is_split))
+    for path in wanted:
+        if path in found and found[path] is None:
+            raise ValueError(
+                f"{call}: gradient leaf {path_text(path)!r} is None where the parameters have an "
+                f"array of shape {wanted[path].shape}. Expected an array; an unused parameter has a "
+                "zero gradient. Fix: jnp.zeros_like(param), or optax.masked inside the wrapper."
+            )
+    missing = [p for p in wanted if p not in found]
+    extra = [p for p, x in found.items() if p not in wanted and x is not None]
+    ends = {p[i:] for p in wanted for i in range(len(p) + 1)} if extra else set()
+    strange = [p for p in extra if p not in ends]
+    if missing and (not extra or strange):
+        path = missing[0]
+        raise ValueError(
+            f"{call}: the gradients lack leaf {path_text(path)!r}. Found {len(found)} leaves; expected "
+            f"the parameters' {len(wanted)}. An unused parameter has a zero gradient. Fix: pass "
+            "jnp.zeros_like(param) there, or leave it out of the parameters too."
+        )
+    if strange:
+        raise ValueError(
+            f"{call}: the gradients have leaf {path_text(strange[0])!r}, which the parameters lack. "
+            f"Expected only the parameters' {len(wanted)} leaves. Fix: pass the parameters that were "
+            "differentiated."
+        )
+
+
+def split_leaf(call: str, path: Any, x: Any) -> None:
+    """Refuses an `EvenSplit` that holds no array: somebody masked inside a split leaf."""
+    if is_split(x) and not hasattr(x.value, "dtype"):
+        masked = isinstance(x.value, optax.MaskedNode)
+        fix = "put optax.masked inside the wrapper: zero.optimizer(optax.masked(inner, mask))."
+        raise ValueError(
+            f"{call}: leaf {path_text(path)!r} is an EvenSplit holding "
+            f"{'a MaskedNode' if masked else repr(x.value)}. Expected its stored array. Fix: {fix}"
+        )
+
+
+def gradients(
+    call: str, grads: Leaves, arrays: Sequence[Any], params: Leaves, manual: bool
+) -> Leaves:
+    """The gradients with the parameters' logical shapes and layouts; refuses those of other shapes."""
+    by_path = {leaf.path: leaf for leaf in params.leaves}
+    out = []
+    for leaf, x in zip(grads.leaves, arrays, strict=True):
+        wanted = by_path.get(leaf.path) or _ending(leaf, params)
+        share = wanted.layout.local_shape if wanted.layout else None
+        if leaf.shape != wanted.shape and not (manual and leaf.shape == share):
+            raise ValueError(
+                f"{call}: gradient leaf {path_text(leaf.path)!r} has shape {leaf.shape}; expected the "
+                f"parameter's shape {wanted.shape}. Fix: pass the gradient of these parameters, split "
+                "by the same Zero."
+            )
+        if is_split(x):
+            kind = wanted.layout.kind if wanted.layout else "whole"
+            stored = wanted.layout.local_shape if manual and wanted.layout else None
+            stored = stored or (wanted.layout.stored_shape if wanted.layout else wanted.shape)
+            stored_shape(call, "gradient", leaf.path, x.value.shape, stored, params_n(wanted))
+            if kind != "flat":
+                raise ValueError(
+                    f"{call}: gradient leaf {path_text(leaf.path)!r} is an EvenSplit, but here its "
+                    f"layout is {kind}: it was split for another mesh. Expected a plain array of "
+                    f"shape {wanted.shape}. Fix: zero.gather it with the Zero that split it."
+                )
+        if wanted.trainable and not leaf.trainable:
+            raise ValueError(
+                f"{call}: gradient leaf {path_text(leaf.path)!r} has dtype {leaf.dtype} for a parameter "
+                f"of dtype {wanted.dtype}. Expected a floating gradient. Fix: pass what jax.grad gives."
+            )
+        dtype = leaf.dtype if wanted.trainable else wanted.dtype
+        out.append(Leaf(leaf.path, wanted.shape, dtype, wanted.layout))
+    return Leaves(tuple(out), grads.tree)
+
+
+def params_n(leaf: Leaf) -> int:
+    """The number of shares that a leaf is cut into."""
+    return leaf.layout.n if leaf.layout else 1
+
+
+def _ending(leaf: Leaf, params: Leaves) -> Leaf:
+    """The parameter whose key path ends with the gradient's; `same_leaves` saw that there is one."""
+    ends = (p for p in params.leaves if p.path[len(p.path) - len(leaf.path) :] == leaf.path)
+    return next(ends)
+
+
+def stored_shape(call: str, what: str, path: Any, shape: Any, wanted: Any, n: int) -> None:
+    """Refuses a stored array of another length: it was split for another number of devices."""
+    if tuple(shape) != tuple(wanted):
+        raise ValueError(
+            f"{call}: {what} leaf {path_text(path)!r} has shape {tuple(shape)}; expected "
+            f"{tuple(wanted)}, its layout over {n} devices. It belongs to another layout (mesh size, "
+            "stage, stacked=) or another model. Fix: use the Zero that made it, or start from "
+            "tx.init(params)."
+        )
+
+
+def state_arrays(call: str, arrays: Sequence[Any], leaves: Sequence[StateLeaf], axes: Axes) -> None:
+    """Refuses state of another layout where lengths or concrete arrays show it."""
+    for x, leaf in zip(arrays, leaves, strict=True):
+        stored_shape(call, "state", leaf.path, np.shape(x), leaf.stored_shape, axes.n)
+        sharding = None if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None)
+        if leaf.layout is None or not isinstance(sharding, NamedSharding):
+            continue
+        here = sharding.shard_shape(x.shape)
+        if here not in (leaf.layout.local_shape, x.shape):
+            stored_shape(call, "state (per device)", leaf.path, here, leaf.layout.local_shape, axes.n)
+
+
+def local(call: str, body: Any, arrays: Sequence[Any], reduced: bool, no_params: bool) -> None:
+    """Inside `shard_map`: every array must have the type that its place demands."""
+    grads, state, _, extra, consts = arrays
+    axes: Axes = body.axes
+    for x, leaf, share in zip(grads, body.grads, body.split_grads, strict=True):
+        if not leaf.trainable:
+            continue
+        if share and no_params:
+            raise ValueError(
+                f"{call}: params=None with split gradients (leaf {path_text(leaf.path)!r}). Expected "
+                "the parameters, which show the logical shapes. Fix: tx.update(grads, state, params)."
+            )
+        if share:
+            _share(call, leaf, x, axes)
+        elif reduced:
+            _mean(call, leaf, x, axes)
+        else:
+            _own(call, leaf, x, axes)
+    for x, leaf in zip(state, body.traced.state, strict=True):
+        wanted = leaf.layout.local_shape if leaf.layout else leaf.shape
+        stored_shape(call, "state", leaf.path, np.shape(x), wanted, axes.n)
+        if leaf.layout is None:
+            whole(call, f"state leaf {path_text(leaf.path)!r}", [x], axes)
+    whole(call, "an extra argument", extra, axes)
+    whole(call, "an array that the optimizer or an extra argument closes over", consts, axes)
+
+
+def _own(call: str, leaf: Leaf, x: Any, axes: Axes) -> None:
+    missing = [a for a in axes.every if a not in varying(x)]
+    if missing:
+        raise ValueError(
+            f"{call}: gradient leaf {path_text(leaf.path)!r} does not vary over {missing}: jax.grad has "
+            "already summed it over devices, because the parameters do not vary. Expected this "
+            f"device's own gradient, varying over {axes.every}. Fix: before jax.grad, params = "
+            f"jax.lax.pcast(params, {axes.every}, to='varying'); or, for gradients that are the mean "
+            "already, zero.optimizer(inner, grads='reduced')."
+        )
+
+
+def _mean(call: str, leaf: Leaf, x: Any, axes: Axes) -> None:
+    over = sorted(set(axes.every) & varying(x))
+    if over:
+        raise ValueError(
+            f"{call}: gradient leaf {path_text(leaf.path)!r} varies over {over}, but the optimizer was "
+            "made with grads='reduced'. Expected the mean over all devices. Fix: drop grads='reduced'."
+        )
+
+
+def _share(call: str, leaf: Leaf, x: Any, axes: Axes) -> None:
+    over = sorted(set(axes.replica) & varying(x))
+    if over:
+        raise ValueError(
+            f"{call}: gradient leaf {path_text(leaf.path)!r} is share-shaped but varies over the "
+            f"replica axes {over}. Expected a share that is reduced over them. Fix: "
+            f"jax.lax.pmean(grad, {axes.replica}), or pass full local gradients."
+        )
+
+
+def whole(call: str, name: str, values: Sequence[Any], axes: Axes) -> None:
+    """Inside `shard_map`: refuses values that differ between devices where one is expected."""
+    for x in values:
+        over = sorted(set(axes.every) & varying(x))
+        if over:
+            raise ValueError(
+                f"{call}: {name} varies over {over}. Expected the same value on every device. Fix: "
+                f"jax.lax.pmean(..., {axes.every}) before the call, or in_specs=PartitionSpec()."
+            )
+
+
+def wrapped(tx: Any, kind: type) -> None:
+    """`zero.apply` needs the step on shares, which only the library's own wrapper carries."""
+    if not isinstance(tx, kind) or tx.calls is None:  # type: ignore[attr-defined]
+        raise ValueError(
+            f"apply: tx is a {type(tx).__name__}, not what zero.optimizer returns. Expected the wrapped "
+            "optimizer itself. Fix: wrap the whole chain: tx = zero.optimizer(optax.chain(...))."
+        )
+
+
+def inner_optimizer(inner: Any, kind: type) -> None:
+    """Refuses what is no optimizer, and a wrapped one inside a wrapped one."""
+    if isinstance(inner, kind):
+        raise ValueError(
+            "optimizer: the inner optimizer is wrapped by jaxzero already. Expected a plain Optax "
+            "optimizer. Fix: wrap once, outermost."
+        )
+    if not (hasattr(inner, "init") and hasattr(inner, "update")):
+        raise ValueError(
+            f"optimizer: inner is a {type(inner).__name__}. Expected an optax.GradientTransformation. "
+            "Fix: for example zero.optimizer(optax.adamw(1e-3)); for optax.MultiSteps call its "
+            ".gradient_transformation()."
+        )
+
+

@@ -1,0 +1,98 @@
+"""Arrays of one optimizer step, as they stand on a device, to values of the partitioner and back."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from . import collectives, mesh, synchronise
+from .options import Options
+from .partition import Context, Split
+from .state import Leaf, StateLeaf
+
+
+def parameters(
+    ctx: Context, arrays: Sequence[Any], leaves: Sequence[Leaf], shares: Sequence[bool]
+) -> list[Any]:
+    """Parameters as shares. A whole one remembers that the rest of it is there too.
+
+    Inside a user's `shard_map` they may be typed as varying (cast for `jax.grad`): then only the
+    shares are read, and of a scalar the first device's.
+    """
+    out = []
+    axes = ctx.axes.shard
+    for x, leaf, is_share in zip(arrays, leaves, shares, strict=True):
+        stand_in = leaf.stand_in()
+        if is_share:
+            x = _share(ctx, x, leaf)
+        elif stand_in.dtype != leaf.dtype:
+            x = jnp.zeros(stand_in.shape, stand_in.dtype)
+        elif leaf.layout is not None:
+            split = Split(mesh.cast(collectives.share(x, leaf.layout, ctx.index), axes), leaf.layout)
+            split.whole = None if mesh.varying(x) & set(ctx.axes.every) else x
+            split.local = _first(split.local, ctx.axes.replica)
+            x = split
+        else:
+            x = _first(x, ctx.axes.every)
+        out.append(x)
+    return out
+
+
+def gradients(
+    ctx: Context,
+    options: Options,
+    arrays: Sequence[Any],
+    leaves: Sequence[Leaf],
+    shares: Sequence[bool],
+    local: bool,
+) -> list[Any]:
+    """Gradients as what they are: shares, means of all devices, or this device's own (`local`).
+
+    Local ones are reduced here, as the stage says.
+    """
+    out: list[Any] = list(arrays)
+    for i, (x, leaf, is_share) in enumerate(zip(arrays, leaves, shares, strict=True)):
+        if not leaf.trainable:
+            out[i] = jnp.zeros(leaf.shape, leaf.stand_in().dtype)
+        elif is_share:
+            out[i] = _share(ctx, x, leaf)
+        elif leaf.layout is not None and not local:
+            out[i] = ctx.split(x, leaf.layout)
+    if local:
+        todo = [i for i, (leaf, s) in enumerate(zip(leaves, shares)) if leaf.trainable and not s]
+        cut = [i for i in todo if leaves[i].layout is not None]
+        means = synchronise.mean_shares(
+            [arrays[i] for i in cut], [leaves[i].layout for i in cut], ctx.axes, options
+        )
+        for i, x in zip(cut, means, strict=True):
+            out[i] = Split(x, leaves[i].layout)
+        rest = [i for i in todo if leaves[i].layout is None]
+        means = synchronise.mean_whole([arrays[i] for i in rest], ctx.axes, options)
+        for i, x in zip(rest, means, strict=True):
+            out[i] = x
+    return out
+
+
+def state(ctx: Context, arrays: Sequence[Any], leaves: Sequence[StateLeaf]) -> list[Any]:
+    """Optimizer state; its leaves are stored as their layouts say."""
+    return [_share(ctx, x, e) if e.layout else x for x, e in zip(arrays, leaves, strict=True)]
+
+
+def at_rest(ctx: Context, values: Sequence[Any]) -> list[jax.Array]:
+    """The arrays to store: zeros in the padding, and never of weak type."""
+    arrays = [ctx.masked(x) if isinstance(x, Split) else jnp.asarray(x) for x in values]
+    return [
+        lax.convert_element_type(x, x.dtype) if jax.typeof(x).weak_type else x for x in arrays
+    ]
+
+
+def _share(ctx: Context, x: Any, leaf: Any) -> Split:
+    return Split(mesh.cast(x, ctx.axes.shard), leaf.layout)
+
+
+def _first(x: Any, axes: Sequence[str]) -> Any:
+    """`x` typed as equal over `axes`: the first device's value, where the type says otherwise."""
+    over = tuple(a for a in axes if a in mesh.varying(x))
+    return lax.all_gather(x, over, to="invarying")[0] if over else x

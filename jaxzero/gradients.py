@@ -1,0 +1,268 @@
+"""`value_and_grad`: the gradient of the local loss, reduced and split as the stage prescribes."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from . import batches, dependence, mesh, partition, synchronise
+from .batches import Arguments
+from .layout import is_split
+from .mesh import Axes, path_text
+from .options import Options
+from .state import Leaves, is_key, leaves_of, wear
+
+P = PartitionSpec
+CALL = "value_and_grad"
+
+
+@functools.lru_cache(maxsize=64)
+def value_and_grad(
+    options: Options,
+    loss_fn: Callable[..., Any],
+    has_aux: bool,
+    whole_argnums: tuple[int, ...],
+    fold_keys: bool,
+) -> Callable[..., Any]:
+    """See `Zero.value_and_grad`; the same function for the same arguments, so that caches work."""
+    loss = Loss(options, loss_fn, has_aux)
+    compiled: dict[Any, Any] = {}
+
+    def grad_fn(params: Any, *batch: Any) -> Any:
+        axes, manual = options.context(CALL)
+        traced = manual or mesh.is_traced((params, batch))
+        arguments, arrays = batches.sort_arguments(batch, whole_argnums, fold_keys, traced)
+        leaves = _parameters(params, axes, options)
+        flat = jax.tree.leaves(params)
+        if manual:
+            return loss.inside(axes, leaves, arguments, flat, arrays)
+        batches.check_divides(arguments.arrays, arrays, axes)
+        flat, arrays = _placed(options.mesh, axes, leaves, arguments, flat, arrays)
+        run = functools.partial(loss.outside, axes, leaves, arguments)
+        if traced:
+            return run(flat, arrays)
+        key = (axes, leaves, arguments, bool(jax.config.jax_enable_x64))
+        return compiled.setdefault(key, jax.jit(run))(flat, arrays)
+
+    return grad_fn
+
+
+class Loss:
+    """A user's loss and how to differentiate it on one device."""
+
+    def __init__(self, options: Options, loss_fn: Callable[..., Any], has_aux: bool) -> None:
+        self.options, self.loss_fn, self.has_aux = options, loss_fn, has_aux
+
+    def local(
+        self, leaves: Leaves, arguments: Arguments, params: Sequence[Any], arrays: Sequence[Any]
+    ) -> tuple[Any, Any, list[Any]]:
+        """Loss, aux and gradients of this device's examples; only trainable leaves have one."""
+        trainable = [i for i, leaf in enumerate(leaves.leaves) if leaf.trainable]
+
+        def of(values: list[Any]) -> tuple[Any, Any]:
+            merged = list(params)
+            for i, x in zip(trainable, values, strict=True):
+                merged[i] = x
+            out = self.loss_fn(leaves.unflatten(merged), *arguments.rebuild(arrays))
+            return _check_loss(out, self.has_aux)
+
+        given = [params[i] for i in trainable]
+        (value, aux), grads = jax.value_and_grad(of, has_aux=True)(given)
+        return value, aux, grads
+
+    def outside(
+        self, axes: Axes, leaves: Leaves, arguments: Arguments, params: Any, arrays: Any
+    ) -> Any:
+        """The global view: a region of the library's own around the loss."""
+        options = self.options
+        over = _batch_axes(options.mesh, axes)
+        aux_tree = self._check_aux(axes, leaves, arguments, params, arrays)
+        whole = options.stage == 1
+
+        def body(params: Any, arrays: Any) -> Any:
+            arrays = batches.fold(arguments.arrays, arrays, axes)
+            value, aux, grads = self.local(leaves, arguments, params, arrays)
+            return _reduced(value, jax.tree.leaves(aux), grads, leaves, axes, options, whole)
+
+        trainable = [leaf for leaf in leaves.leaves if leaf.trainable]
+        grad_specs = [
+            P() if whole or leaf.layout is None else leaf.layout.spec(axes.shard)
+            for leaf in trainable
+        ]
+        # The one region without the type check: a program written for one device does not pass it
+        # (a scan carry that starts as a constant), and without it autodiff inserts no reduction.
+        run = jax.shard_map(
+            body,
+            mesh=options.mesh,
+            in_specs=(P(), [a.spec(over) for a in arguments.arrays]),
+            out_specs=(P(), P(), grad_specs),
+            axis_names=mesh.manual_axes(options.mesh, axes),
+            check_vma=False,
+        )
+        value, aux, grads = run(params, arrays)
+        return self._assemble(value, jax.tree.unflatten(aux_tree, aux), grads, leaves, whole)
+
+    def inside(
+        self, axes: Axes, leaves: Leaves, arguments: Arguments, params: Any, arrays: Any
+    ) -> Any:
+        """Inside a user's `shard_map`: types say what is local; every stage gives shares."""
+        arrays = batches.fold(arguments.arrays, arrays, axes)
+        params = [mesh.cast(x, axes.every) for x in params]
+        value, aux, grads = self.local(leaves, arguments, params, arrays)
+        missing = [a for a in axes.every if a not in mesh.varying(value)]
+        if missing:
+            raise ValueError(
+                f"{CALL}: the loss does not vary over {missing} inside shard_map. Found a loss that is "
+                "reduced over devices already (lax.pmean?), whose gradient would be divided twice; "
+                "expected the mean over this device's own examples. Fix: return the local mean; the "
+                "mean over devices is taken here."
+            )
+        pairs, aux_tree = jax.tree_util.tree_flatten_with_path(aux)
+        for path, x in pairs:
+            over = sorted(set(axes.every) & mesh.varying(x))
+            if over and not _is_mean(x.dtype):
+                raise _aux_error(path, x.dtype)
+        flat = [mesh.cast(x, axes.every) if _is_mean(x.dtype) else x for _, x in pairs]
+        value, aux, grads = _reduced(value, flat, grads, leaves, axes, self.options, False)
+        return self._assemble(value, jax.tree.unflatten(aux_tree, aux), grads, leaves, False)
+
+    def _assemble(self, value: Any, aux: Any, grads: Any, leaves: Leaves, whole: bool) -> Any:
+        moved, out = iter(grads), []
+        for leaf in leaves.leaves:
+            if leaf.trainable:
+                out.append(wear(next(moved), None if whole else leaf.layout))
+            elif is_key(leaf.dtype):
+                out.append(np.zeros(leaf.shape, jax.dtypes.float0))
+            else:
+                out.append(jnp.zeros(leaf.shape, leaf.dtype))
+        return ((value, aux) if self.has_aux else value), leaves.unflatten(out)
+
+    def _check_aux(
+        self, axes: Axes, leaves: Leaves, arguments: Arguments, params: Any, arrays: Any
+    ) -> Any:
+        """The structure of aux; refuses leaves that are no means and differ between devices."""
+        if not self.has_aux:
+            return jax.tree.structure(None)
+        count = axes.n * axes.r
+        local = [
+            jax.ShapeDtypeStruct(
+                (x.shape[0] // count, *x.shape[1:]) if a.cut else np.shape(x), jnp.result_type(x)
+            )
+            for a, x in zip(arguments.arrays, arrays, strict=True)
+        ]
+        known = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves.leaves]
+        fn = lambda p, b: _check_loss(
+            self.loss_fn(leaves.unflatten(p), *arguments.rebuild(b)), True
+        )[1]
+        env = list(zip(axes.every, axes.sizes, strict=True))
+        program = partition.trace(fn, known, local, axis_env=env)
+        marks = [False] * len(known) + [a.cut or a.key for a in arguments.arrays]
+        differs = dependence.depends(program.jaxpr, marks, axes.every)
+        pairs, tree = jax.tree_util.tree_flatten_with_path(program.out)
+        for (path, x), mark in zip(pairs, differs, strict=True):
+            if mark and not _is_mean(x.dtype):
+                raise _aux_error(path, x.dtype)
+        return tree
+
+
+def _reduced(
+    value: Any,
+    aux: Sequence[Any],
+    grads: Sequence[Any],
+    leaves: Leaves,
+    axes: Axes,
+    options: Options,
+    whole: bool,
+) -> tuple[Any, list[Any], list[Any]]:
+    """Everything that leaves a loss: the mean over devices, once."""
+    layouts = [None if whole else leaf.layout for leaf in leaves.leaves if leaf.trainable]
+    out: list[Any] = list(grads)
+    cut = [i for i, layout in enumerate(layouts) if layout is not None]
+    shares = synchronise.mean_shares(
+        [grads[i] for i in cut], [layouts[i] for i in cut], axes, options
+    )
+    for i, x in zip(cut, shares, strict=True):
+        out[i] = x
+    rest = [i for i, layout in enumerate(layouts) if layout is None]
+    means = [j for j, x in enumerate(aux) if _is_mean(x.dtype)]
+    together = [value, *(aux[j] for j in means), *(grads[i] for i in rest)]
+    done = synchronise.mean_whole(together, axes, options)
+    aux = list(aux)
+    for j, x in zip(means, done[1:], strict=False):
+        aux[j] = x
+    for i, x in zip(rest, done[1 + len(means) :], strict=True):
+        out[i] = x
+    return done[0], aux, out
+
+
+def _is_mean(dtype: Any) -> bool:
+    return bool(jnp.issubdtype(dtype, jnp.inexact))
+
+
+def _aux_error(path: Any, dtype: Any) -> ValueError:
+    return ValueError(
+        f"{CALL}: aux leaf {path_text(path)!r} of dtype {dtype} depends on the device, and no mean of it "
+        "is taken. Expected a floating leaf (averaged), or one that is equal on all devices. Fix: "
+        "jax.lax.psum(..., axis names) for a count, or .astype(float) for a mean."
+    )
+
+
+def _check_loss(out: Any, has_aux: bool) -> tuple[Any, Any]:
+    """The loss and aux (`None` without), refused in words where it is no scalar mean."""
+    if has_aux and not (isinstance(out, tuple) and len(out) == 2):
+        raise ValueError(
+            f"{CALL}: has_aux=True, but the loss returns {type(out).__name__}. Expected (loss, aux). "
+            "Fix: return a pair, or drop has_aux."
+        )
+    value, aux = out if has_aux else (out, None)
+    if isinstance(value, tuple):
+        raise ValueError(
+            f"{CALL}: the loss returns a tuple of {len(value)}. Expected a scalar. Fix: has_aux=True if "
+            "it is (loss, aux)."
+        )
+    shape, dtype = np.shape(value), jnp.result_type(value)
+    if shape or not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(
+            f"{CALL}: the loss has shape {shape} and dtype {dtype}. Expected a floating scalar, the mean "
+            "over examples. Fix: jnp.mean(...) of the losses."
+        )
+    return value, aux
+
+
+def _parameters(params: Any, axes: Axes, options: Options) -> Leaves:
+    for path, x in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_split):
+        if is_split(x):
+            raise ValueError(
+                f"{CALL}: parameter leaf {path_text(path)!r} is an EvenSplit, but at stage "
+                f"{options.stage} parameters are whole. Expected plain arrays. Fix: zero.gather(params)."
+            )
+    return leaves_of(params, axes.n, options.stacked)
+
+
+def _batch_axes(mesh_: Any, axes: Axes) -> tuple[str, ...]:
+    """The axes over which examples are dealt, in the mesh's order: no data has to move."""
+    return tuple(a for a in mesh_.axis_names if a in axes.every)
+
+
+def _placed(
+    mesh_: Any,
+    axes: Axes,
+    leaves: Leaves,
+    arguments: Arguments,
+    params: Sequence[Any],
+    arrays: Sequence[Any],
+) -> tuple[list[Any], list[Any]]:
+    over = _batch_axes(mesh_, axes)
+    place = lambda path, x, spec, own: mesh.place(CALL, mesh_, path, x, spec, own)
+    params = [place(leaf.path, x, P(), axes.every) for leaf, x in zip(leaves.leaves, params)]
+    arrays = [
+        place((), x, a.spec(over), mesh_.axis_names)
+        for a, x in zip(arguments.arrays, arrays, strict=True)
+    ]
+    return params, arrays
+
+

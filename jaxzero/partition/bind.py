@@ -1,0 +1,17 @@
+"""Binding one equation of a traced program on values."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from .._compat import bind_params
+from ..mesh import match
+
+
+def bind(eqn: Any, ins: Sequence[Any], **changes: Any) -> list[Any]:
+    """Runs the equation's primitive on arrays, with some of its parameters changed.
+
+    A primitive bound by hand gets no casts from JAX, so all operands are typed alike first.
+    """
+    functions, params = bind_params(eqn)
+    out = eqn.primitive.bind(*functions, *match(ins), **{**params, **changes})
+    return list(out) if eqn.primitive.multiple_results else [out]

@@ -1,0 +1,134 @@
+"""Elementwise equations run on the shares; whole operands are sliced, which XLA fuses."""
+
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax.sharding import AbstractMesh
+
+from ..layout import Layout
+from .bind import bind
+from .values import Context, Partial, Split, Spread, Value
+
+EMPTY_MESH = AbstractMesh((), ())
+
+
+def is_elementwise(eqn: Any) -> bool:
+    """Whether an equation maps elements to elements, by JAX's own word.
+
+    `vmap` of the primitive on scalars is by definition the elementwise map. Where that is one equation
+    of the same primitive with the same parameters, the primitive *is* the elementwise map. No list of
+    names, so primitives of later JAX versions are known too.
+    """
+    if eqn.effects or not eqn.invars or eqn.primitive.name == "optimization_barrier":
+        return False
+    if any(key in eqn.params for key in ("axes", "axis_name", "jaxpr", "call_jaxpr", "branches")):
+        return False
+    dtypes = tuple(v.aval.dtype for v in eqn.invars)
+    try:
+        return _vmaps_to_itself(eqn.primitive, tuple(sorted(eqn.params.items())), dtypes)
+    except TypeError:  # a parameter that cannot be hashed: no elementwise primitive has one
+        return False
+
+
+@functools.lru_cache(maxsize=4096)
+def _vmaps_to_itself(primitive: Any, params: tuple[Any, ...], dtypes: tuple[Any, ...]) -> bool:
+    keywords = dict(params)
+    avals = [jax.ShapeDtypeStruct((2, 3), d) for d in dtypes]
+    one = lambda *xs: primitive.bind(*xs, **keywords)
+    try:
+        with jax.sharding.use_abstract_mesh(EMPTY_MESH):
+            jaxpr = jax.make_jaxpr(jax.vmap(jax.vmap(one)))(*avals).jaxpr
+    except Exception:  # any complaint about scalars says that it is not elementwise
+        return False
+    return (
+        len(jaxpr.eqns) == 1
+        and jaxpr.eqns[0].primitive is primitive
+        and jaxpr.eqns[0].params == keywords
+        and list(jaxpr.eqns[0].invars) == list(jaxpr.invars)
+        and list(jaxpr.eqns[0].outvars) == list(jaxpr.outvars)
+        and all(v.aval.shape == (2, 3) for v in jaxpr.outvars)
+    )
+
+
+def on_shares(ctx: Context, eqn: Any, ins: list[Value]) -> list[Value] | None:
+    """The rule for elementwise equations with a split operand."""
+    shape = eqn.outvars[0].aval.shape
+    layout = _pick(ins, shape)
+    if layout is None:
+        return None
+    waiting = [x for x in ins if isinstance(x, Partial)]
+    if waiting:
+        ctx.whole(waiting)
+    locals_ = []
+    for x, v in zip(ins, eqn.invars, strict=True):
+        local = ctx.share(x, layout)
+        if local.ndim == 0 and v.aval.shape:  # the primitive was given an array here, not a scalar
+            local = lax.broadcast(local, layout.local_shape)
+        locals_.append(local)
+    outs = bind(eqn, locals_)
+    return [Split(y, layout) for y in outs]
+
+
+def _pick(ins: list[Value], shape: tuple[int, ...]) -> Layout | None:
+    """The layout of the result: that of a split operand, the fullest one first."""
+    layouts = [x.layout for x in ins if isinstance(x, Split)]
+    for layout in layouts:
+        if layout.shape == shape:
+            return layout
+    for layout in layouts:  # an operand with dimensions of size 1, still cut at a real one
+        if layout.kind == "rows" and len(layout.shape) == len(shape):
+            if layout.shape[layout.lead] == shape[layout.lead]:
+                return Layout(shape, layout.n, "rows", layout.lead)
+    return None
+
+
+def on_spreads(eqn: Any, ins: list[Value]) -> list[Value] | None:
+    """Scalars and broadcast scalars give a broadcast scalar: constants are never made in full."""
+    if not any(isinstance(x, Spread) for x in ins):
+        return None
+    scalars = []
+    for x in ins:
+        value = x.value if isinstance(x, Spread) else x
+        if isinstance(value, (Split, Partial)) or np.ndim(value):
+            return None
+        scalars.append(value)
+    return [
+        Spread(y, v.aval.shape, ()) for y, v in zip(bind(eqn, scalars), eqn.outvars, strict=True)
+    ]
+
+
+# --- partial sums --------------------------------------------------------------------------------
+
+_ADDITIVE = {"add", "add_any", "sub"}
+_UNARY = {"neg", "real", "imag", "copy", "copy_p", "reshape", "squeeze", "expand_dims", "transpose"}
+
+
+def on_partials(eqn: Any, ins: list[Value]) -> list[Value] | None:
+    """Linear equations keep a sum partial, so that it crosses devices once, as late as possible."""
+    name = eqn.primitive.name
+    sums = [isinstance(x, Partial) and x.how == "sum" and x.whole is None for x in ins]
+    linear = (
+        (name in _ADDITIVE and all(sums))
+        or (name == "mul" and sum(sums) == 1 and _all_whole(ins, sums))
+        or (name == "div" and sums == [True, False] and _all_whole(ins, sums))
+        or (name in _UNARY and sums == [True])
+    )
+    out = eqn.outvars[0].aval
+    if not linear or out.size > max(x.local.size for x, s in zip(ins, sums, strict=True) if s):
+        return None
+    locals_ = [
+        x.local if s else x.value if isinstance(x, Spread) and not x.dims else x
+        for x, s in zip(ins, sums, strict=True)
+    ]
+    return [Partial(y, "sum") for y in bind(eqn, locals_)]
+
+
+def _all_whole(ins: list[Value], sums: list[bool]) -> bool:
+    """Whether every other operand is there already; a spread one only if it is a scalar."""
+    rest = [x for x, s in zip(ins, sums, strict=True) if not s]
+    return not any(
+        isinstance(x, (Split, Partial)) or (isinstance(x, Spread) and bool(x.dims)) for x in rest
+    )

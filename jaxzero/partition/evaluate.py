@@ -1,0 +1,185 @@
+"""Evaluates a traced program on shares, equation by equation, in rounds.
+
+A rule that needs a value whole raises `Wait`; the equation is put aside and the loop goes on. When
+nothing more can run, all values that somebody waits for cross devices together, and the equations put
+aside run in their old order. So the norms of all leaves travel in one small collective, not two each.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from .._compat import Literal, open_program
+from ..mesh import varying
+from . import contractions, control_flow, elementwise, reductions, structural
+from .bind import bind
+from .values import Context, Partial, Split, Spread, Value, Wait
+
+_MISSING = object()
+
+#: Equations that only call an inner program. An optimizer is not differentiated, so custom rules
+#: and rematerialisation have no meaning here and the program itself is evaluated.
+_CALLS = {
+    "jit": "jaxpr",
+    "pjit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "core_call": "call_jaxpr",
+    "remat2": "jaxpr",
+    "checkpoint": "jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+}
+_RULES = {**reductions.RULES, **structural.RULES, **contractions.RULES}
+_IDENTITY = {"optimization_barrier", "reshard", "sharding_constraint"}
+
+
+class _Scope(dict):
+    """Variables of one program; a variable may stand for an atom of another scope."""
+
+    def read(self, atom: Any) -> Any:
+        scope = self
+        while True:
+            if isinstance(atom, Literal):
+                return np.asarray(atom.val, atom.aval.dtype)
+            value = scope.get(atom, _MISSING)
+            if isinstance(value, _Alias):
+                scope, atom = value.scope, value.atom
+                continue
+            if isinstance(value, Partial) and value.whole is not None:
+                return value.whole
+            return value
+
+
+class _Alias:
+    """The value is, or will be, that of `atom` in `scope`."""
+
+    def __init__(self, scope: _Scope, atom: Any) -> None:
+        self.scope, self.atom = scope, atom
+
+
+def run(ctx: Context, jaxpr: Any, consts: Sequence[Value], args: Sequence[Value]) -> list[Value]:
+    """Evaluates a program on shares.
+
+    Args:
+      ctx: Axes, record and caches of this evaluation.
+      jaxpr: The program, traced at full shapes.
+      consts: Its constants, whole.
+      args: Whole arrays, `Split`, `Partial` or `Spread` values of the program's input shapes.
+
+    Returns:
+      One value per result, in whatever form it came out.
+    """
+    scope = _Scope(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
+    work = [(eqn, scope) for eqn in jaxpr.eqns]
+    while work:
+        aside: list[tuple[Any, _Scope]] = []
+        waited: list[Split | Partial] = []
+        _round(ctx, work, aside, waited)
+        assert not aside or waited, "an equation waits for nothing"
+        ctx.cross(waited)
+        work = aside
+    return [scope.read(v) for v in jaxpr.outvars]
+
+
+def _round(ctx: Context, work: Any, aside: list[Any], waited: list[Any]) -> None:
+    stack = list(reversed(work))
+    while stack:
+        eqn, scope = stack.pop()
+        ins = [scope.read(v) for v in eqn.invars]
+        missing = any(x is _MISSING for x in ins)
+        key = _CALLS.get(eqn.primitive.name)
+        if key and (missing or not _bound_as_it_is(ins)):
+            jaxpr, consts = open_program(eqn.params[key])
+            inner = _Scope(zip(jaxpr.constvars, consts, strict=True))
+            for v, atom, x in zip(jaxpr.invars, eqn.invars, ins, strict=True):
+                inner[v] = _Alias(scope, atom) if x is _MISSING else x
+            for v, atom in zip(eqn.outvars, jaxpr.outvars, strict=True):
+                scope[v] = _Alias(inner, atom)
+            stack.extend((e, inner) for e in reversed(jaxpr.eqns))
+            continue
+        if missing:
+            aside.append((eqn, scope))
+            continue
+        try:
+            outs = _apply(ctx, eqn, ins)
+        except Wait as wait:
+            if ctx.record is not None:
+                ctx.record.wait(eqn, wait.values, ctx.times)
+            waited += wait.values
+            aside.append((eqn, scope))
+            continue
+        for v, x in zip(eqn.outvars, outs, strict=True):
+            scope[v] = x
+
+
+def _bound_as_it_is(ins: Sequence[Value]) -> bool:
+    """Whether an inner program may be bound: its type check knows nothing of varying operands."""
+    return all(
+        not isinstance(x, (Split, Partial, Spread)) and not varying(x) for x in ins
+    )
+
+
+def _apply(ctx: Context, eqn: Any, ins: list[Value]) -> list[Value]:
+    name = eqn.primitive.name
+    divided = any(isinstance(x, (Split, Partial)) for x in ins)
+    if name in control_flow.RULES and not _bound_as_it_is(ins):
+        ctx.note(eqn, "loop")
+        return control_flow.RULES[name](run, ctx, eqn, ins)
+    if not divided:
+        return _whole(ctx, eqn, ins)
+    if name in _IDENTITY:
+        return list(ins)
+    for rule, how in _candidates(ctx, eqn, name):
+        outs = rule(ins)
+        if outs is not None:
+            ctx.note(eqn, how)
+            return outs
+    _refuse(eqn)
+    whole = ctx.whole(ins)
+    ctx.note(eqn, "whole")
+    return bind(eqn, whole)
+
+
+def _candidates(ctx: Context, eqn: Any, name: str) -> Any:
+    """The rules that may apply, in order, with what each is called in the record."""
+    yield lambda ins: elementwise.on_partials(eqn, ins), "local"
+    if name in _RULES:
+        yield lambda ins: _RULES[name](ctx, eqn, ins) if _for_rules(name, ins) else None, "local"
+    elif elementwise.is_elementwise(eqn):
+        yield lambda ins: elementwise.on_shares(ctx, eqn, ins), "local"
+
+
+def _for_rules(name: str, ins: list[Value]) -> bool:
+    """Family rules take split operands; only reductions (sums of sums) take a partial one."""
+    return any(isinstance(x, Split) for x in ins) or name in reductions.RULES
+
+
+def _whole(ctx: Context, eqn: Any, ins: list[Value]) -> list[Value]:
+    """No operand is divided: the equation runs as it is, equal on all devices."""
+    if eqn.primitive.name == "broadcast_in_dim" and len(ins) == 1:
+        x, aval = ins[0], eqn.outvars[0].aval
+        if not isinstance(x, Spread) and np.size(x) < aval.size:
+            return [Spread(x, aval.shape, tuple(eqn.params["broadcast_dimensions"]))]
+    if any(isinstance(x, Spread) for x in ins) and elementwise.is_elementwise(eqn):
+        outs = elementwise.on_spreads(eqn, ins)
+        if outs is not None:
+            return outs
+    _refuse(eqn)
+    ctx.note(eqn, "whole")
+    return bind(eqn, ctx.whole(ins))
+
+
+def _refuse(eqn: Any) -> None:
+    name = eqn.primitive.name
+    if name == "shard_map":
+        raise ValueError(
+            "optimizer: the inner optimizer opens a shard_map itself (a jaxzero optimizer inside a "
+            "jaxzero optimizer?). Expected a plain Optax optimizer. Fix: wrap once, outermost: "
+            "zero.optimizer(optax.chain(...))."
+        )
+    if name == "axis_index":
+        raise ValueError(
+            "optimizer: the inner optimizer asks for its device's index (jax.lax.axis_index), which "
+            "has no meaning in the unsharded program that it is. Fix: draw with a key instead."
+        )

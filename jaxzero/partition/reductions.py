@@ -1,0 +1,143 @@
+"""Reductions: over dimensions that are not cut they stay local; else one term per device.
+
+Padding never enters: it holds the neutral element before a share is reduced.
+"""
+
+import math
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ..layout import Layout
+from ..mesh import cast, varying
+from .bind import bind
+from .values import Context, Partial, Split, Value
+
+_HOW = {
+    "reduce_sum": "sum",
+    "reduce_max": "max",
+    "reduce_min": "min",
+    "reduce_prod": "prod",
+    "reduce_or": "max",
+    "reduce_and": "min",
+}
+
+
+def neutral(how: str, dtype: Any) -> Any:
+    """What leaves a sum, product, maximum or minimum as it is."""
+    if how in ("sum", "prod"):
+        return int(how == "prod")
+    if dtype == np.bool_:
+        return how == "min"
+    if jnp.issubdtype(dtype, jnp.inexact):
+        return -np.inf if how == "max" else np.inf
+    info = jnp.iinfo(dtype)
+    return info.min if how == "max" else info.max
+
+
+def reduce(ctx: Context, eqn: Any, ins: list[Value]) -> list[Value] | None:
+    """`reduce_sum`, `_max`, `_min`, `_prod`, `_and`, `_or` of a split or partial value."""
+    (x,) = ins
+    how = _HOW[eqn.primitive.name]
+    axes = tuple(eqn.params["axes"])
+    if isinstance(x, Partial):  # a sum of sums, a maximum of maxima
+        return [Partial(bind(eqn, [x.local])[0], how)] if x.how == how else None
+    if x.layout.kind == "rows":
+        return [_rows(eqn, x, axes, how)]
+    out = _flat(ctx, eqn, x, axes, how)
+    return None if out is None else [out]
+
+
+def _rows(eqn: Any, x: Split, axes: tuple[int, ...], how: str) -> Value:
+    layout = x.layout
+    (local,) = bind(eqn, [x.local])
+    if layout.lead in axes:
+        return Partial(local, how)
+    shape = eqn.outvars[0].aval.shape
+    lead = layout.lead - sum(a < layout.lead for a in axes)
+    return Split(local, Layout(shape, layout.n, "rows", lead))
+
+
+def _flat(ctx: Context, eqn: Any, x: Split, axes: tuple[int, ...], how: str) -> Value | None:
+    layout = x.layout
+    dims = range(layout.lead, len(layout.shape))
+    cut_all = set(dims) <= set(axes)
+    fill = neutral(how, x.dtype)
+    if cut_all:  # also over any of the leading dimensions
+        local = ctx.masked(x, fill)
+        kept = tuple(a for a in axes if a < layout.lead) + (layout.lead,)
+        return Partial(bind(eqn, [local], axes=kept)[0], how)
+    if layout.lead or how == "prod" or eqn.primitive.name in ("reduce_and", "reduce_or"):
+        return None
+    split = len(layout.shape) - len(axes)
+    if axes == tuple(range(split, len(layout.shape))):
+        return _trailing(ctx, eqn, x, split, how, fill)
+    if axes == tuple(range(len(axes))):
+        return _leading(ctx, eqn, x, len(axes), how, fill)
+    return None
+
+
+def _window(ctx: Context, x: Split, width: int, fill: Any) -> tuple[Any, Any]:
+    """The share laid into whole rows of `width`: (`[rows, width]`, the number of its first row)."""
+    k, layout = x.layout.length, x.layout
+    rows = -(-k // width) + 1
+    starts = [divmod(i * k, width) for i in range(ctx.n)]
+    last = -(-layout.size // width)  # shares that are all padding start past the end
+    table = lambda values: lax.dynamic_index_in_dim(
+        np.array(values, np.int32), ctx.index, keepdims=False
+    )
+    first = table([min(row, last) for row, _ in starts])
+    offset = table([column for _, column in starts])
+    buffer = cast(lax.full((rows * width,), fill, x.dtype), varying(x.local))
+    buffer = lax.dynamic_update_slice(buffer, ctx.masked(x, fill), (offset,))
+    return buffer.reshape(rows, width), first
+
+
+def _trailing(
+    ctx: Context, eqn: Any, x: Split, split: int, how: str, fill: Any
+) -> Value:
+    """Over the last dimensions: each device knows its own rows, and two of them in part."""
+    shape = x.layout.shape
+    window, first = _window(ctx, x, math.prod(shape[split:]), fill)
+    (mine,) = bind(eqn, [window], axes=(1,))
+    count = math.prod(shape[:split])
+    out = cast(lax.full((count + mine.shape[0],), fill, mine.dtype), varying(mine))
+    out = lax.dynamic_update_slice(out, mine, (first,))
+    return Partial(out[:count].reshape(shape[:split]), how)
+
+
+def _leading(
+    ctx: Context, eqn: Any, x: Split, count: int, how: str, fill: Any
+) -> Value:
+    """Over the first dimensions: each device adds up the rows that it has."""
+    shape = x.layout.shape
+    window, _ = _window(ctx, x, math.prod(shape[count:]), fill)
+    (mine,) = bind(eqn, [window], axes=(0,))
+    return Partial(mine.reshape(shape[count:]), how)
+
+
+def along(ctx: Context, eqn: Any, ins: list[Value]) -> list[Value] | None:
+    """`argmax`, `argmin`, cumulative sums and sorts along a dimension that is not cut."""
+    params = eqn.params
+    if not all(isinstance(x, Split) and x.layout == ins[0].layout for x in ins):
+        return None
+    layout = ins[0].layout
+    axes = params.get("axes", (params.get("axis", params.get("dimension")),))
+    if layout.kind != "rows" or layout.lead in axes:
+        return None
+    outs = bind(eqn, [x.local for x in ins])
+    shape = eqn.outvars[0].aval.shape
+    lead = layout.lead
+    if "axes" in params:
+        lead -= sum(a < lead for a in axes)
+    return [Split(y, Layout(shape, layout.n, "rows", lead)) for y in outs]
+
+
+RULES = {
+    **dict.fromkeys(_HOW, reduce),
+    **dict.fromkeys(
+        ("argmax", "argmin", "cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "sort"), along
+    ),
+}

@@ -1,0 +1,127 @@
+"""Reshapes, transposes, broadcasts, slices: relabel the share where no element changes its device."""
+
+import math
+from typing import Any
+
+from jax import lax
+
+from ..layout import Layout, Shape
+from .bind import bind
+from .values import Context, Split, Value
+
+
+def relabelled(layout: Layout, shape: Shape) -> Layout | None:
+    """The layout of a row-major reshape to `shape` in which every device keeps what it has."""
+    n = layout.n
+    if layout.kind == "flat":
+        before = math.prod(layout.shape[: layout.lead])
+        if layout.lead == 0:
+            return Layout(shape, n, "flat")
+        for lead in range(len(shape)):
+            if math.prod(shape[:lead]) == before and shape[:lead] == layout.shape[: layout.lead]:
+                return Layout(shape, n, "flat", lead)
+        return None
+    before = math.prod(layout.shape[: layout.lead])
+    for lead, size in enumerate(shape):
+        if math.prod(shape[:lead]) == before and size % n == 0 and size:
+            return Layout(shape, n, "rows", lead)
+    if before == 1:  # the same contiguous ranges, whatever the shape
+        return Layout(shape, n, "flat")
+    return None
+
+
+def reshape(ctx: Context, eqn: Any, ins: list[Value]) -> list[Value] | None:
+    """`reshape`, `squeeze`, `expand_dims`: row-major order is kept."""
+    x = ins[0]
+    if len(ins) > 1 or eqn.params.get("dimensions") not in (None, ()) and (
+        eqn.primitive.name == "reshape"
+    ):
+        return None
+    layout = relabelled(x.layout, eqn.outvars[0].aval.shape)
+    return None if layout is None else [Split(x.local.reshape(layout.local_shape), layout)]
+
+
+def broadcast_in_dim(ctx: Context, eqn: Any, ins: list[Value]) -> list[Value] | None:
+    """New dimensions, or dimensions of size 1 repeated, beside the cut one."""
+    x, shape = ins[0], eqn.outvars[0].aval.shape
+    dims = eqn.params["broadcast_dimensions"]
+    layout = x.layout
+    if len(ins) > 1:
+        return None
+    if math.prod(shape) == math.prod(layout.shape):
+        return reshape(ctx, eqn, ins)
+    if layout.kind != "rows" or layout.shape[layout.lead] != shape[dims[layout.lead]]:
+        return None
+    new = Layout(shape, layout.n, "rows", dims[layout.lead])
+    return [Split(lax.broadcast_in_dim(x.local, new.local_shape, dims), new)]
+
+
+def transpose(ctx: Context, eqn: Any, ins: list[Value]) -> list[Value] | None:
+    """The cut goes where its dimension goes."""
+    (x,) = ins
+    if x.layout.kind != "rows":
+        return None
+    lead = eqn.params["permutation"].index(x.layout.lead)
+    layout = Layout(eqn.outvars[0].aval.shape, x.layout.n, "rows", lead)
+    return [Split(bind(eqn, [x.local])[0], layout)]
+
+
+def slice_(ctx: Context, eqn: Any, ins: list[Value]) -> list[Value] | None:
+    """Slices that take the cut dimension whole."""
+    (x,) = ins
+    layout, params = x.layout, eqn.params
+    if layout.kind != "rows":
+        return None
+    lead, d = layout.lead, layout.shape[layout.lead]
+    strides = params["strides"] or (1,) * len(layout.shape)
+    if (params["start_indices"][lead], params["limit_indices"][lead], strides[lead]) != (0, d, 1):
+        return None
+    limits = list(params["limit_indices"])
+    limits[lead] = d // layout.n
+    (local,) = bind(eqn, [x.local], limit_indices=tuple(limits))
+    return [Split(local, Layout(eqn.outvars[0].aval.shape, layout.n, "rows", lead))]
+
+
+def concatenate(ctx: Context, eqn: Any, ins: list[Value]) -> list[Value] | None:
+    """Along a dimension that is not cut, if all operands are cut at the same one."""
+    layouts = [x.layout for x in ins if isinstance(x, Split)]
+    first = layouts[0]
+    if first.kind != "rows" or eqn.params["dimension"] == first.lead:
+        return None
+    n, lead = first.n, first.lead
+    locals_ = [ctx.split(x, Layout(v.aval.shape, n, "rows", lead)).local
+               for x, v in zip(ins, eqn.invars, strict=True)]
+    (local,) = bind(eqn, locals_)
+    return [Split(local, Layout(eqn.outvars[0].aval.shape, n, "rows", lead))]
+
+
+def pad(ctx: Context, eqn: Any, ins: list[Value]) -> list[Value] | None:
+    """Padding of dimensions that are not cut."""
+    x, value = ins
+    config = eqn.params["padding_config"]
+    if not isinstance(x, Split) or x.layout.kind != "rows" or tuple(config[x.layout.lead]) != (0, 0, 0):
+        return None
+    (value,) = ctx.whole([value])
+    (local,) = bind(eqn, [x.local, value])
+    return [Split(local, Layout(eqn.outvars[0].aval.shape, x.layout.n, "rows", x.layout.lead))]
+
+
+def rev(ctx: Context, eqn: Any, ins: list[Value]) -> list[Value] | None:
+    """Reversal of dimensions that are not cut."""
+    (x,) = ins
+    if x.layout.kind != "rows" or x.layout.lead in eqn.params["dimensions"]:
+        return None
+    return [Split(bind(eqn, [x.local])[0], x.layout)]
+
+
+RULES = {
+    "reshape": reshape,
+    "squeeze": reshape,
+    "expand_dims": reshape,
+    "broadcast_in_dim": broadcast_in_dim,
+    "transpose": transpose,
+    "slice": slice_,
+    "concatenate": concatenate,
+    "pad": pad,
+    "rev": rev,
+}

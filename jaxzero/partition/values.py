@@ -1,0 +1,290 @@
+"""What a value of the traced program is on one device: whole, split, partial, or spread.
+
+A plain array is *whole*: equal on every device, and typed so. `Split` holds this device's share,
+`Partial` this device's term of a sum (or maximum, minimum, product) that has not crossed devices yet,
+and `Spread` a whole array broadcast to a larger shape that nobody needed in full so far. All three are
+pytrees, so they travel through `lax.scan`, `lax.cond` and `lax.while_loop` as they are.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from .. import collectives
+from ..layout import Layout, Shape
+from ..mesh import Axes, cast, varying
+
+Array = jax.Array
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["local"], meta_fields=["layout"]
+)
+@dataclasses.dataclass(eq=False)
+class Split:
+    """Each device holds its even share; entries in the padding are arbitrary until they are stored."""
+
+    local: Array
+    layout: Layout
+    whole: Array | None = dataclasses.field(default=None, init=False)
+
+    @property
+    def shape(self) -> Shape:
+        """The logical shape."""
+        return self.layout.shape
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype."""
+        return self.local.dtype
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["local"], meta_fields=["how"])
+@dataclasses.dataclass(eq=False)
+class Partial:
+    """Each device holds a term; the value is their sum, maximum, minimum or product (`how`)."""
+
+    local: Array
+    how: str
+    whole: Array | None = dataclasses.field(default=None, init=False)
+
+    @property
+    def shape(self) -> Shape:
+        """The logical shape, which is that of the term."""
+        return self.local.shape
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype."""
+        return self.local.dtype
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["value"], meta_fields=["shape", "dims"]
+)
+@dataclasses.dataclass(eq=False)
+class Spread:
+    """`broadcast_in_dim(value, shape, dims)`, made only where it is needed and only as large."""
+
+    value: Array
+    shape: Shape
+    dims: tuple[int, ...]
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype."""
+        return self.value.dtype
+
+
+Value = Any  # Array | Split | Partial | Spread
+
+
+class Wait(Exception):
+    """A rule needs these values whole; the evaluator makes them so, all in one go, and calls again."""
+
+    def __init__(self, values: Sequence[Split | Partial]) -> None:
+        super().__init__("values that are needed whole")
+        self.values = list(values)
+
+
+class Context:
+    """One evaluation on shares: the axes, the record, and what it has already computed."""
+
+    def __init__(self, axes: Axes, bucket_bytes: int | None, record: Any, times: int = 1) -> None:
+        self.axes = axes
+        self.bucket_bytes = bucket_bytes
+        self.record = record
+        self.times = times
+        self._index: Array | None = None
+        self._masks: dict[tuple[int, int], Array] = {}
+
+    @property
+    def n(self) -> int:
+        """The number of shares."""
+        return self.axes.n
+
+    def child(self, *, times: int = 1, quiet: bool = False) -> "Context":
+        """A context for an inner program: its own trace, so nothing computed is carried over."""
+        record = None if quiet else self.record
+        return Context(self.axes, self.bucket_bytes, record, self.times * times)
+
+    def note(self, eqn: Any, how: str) -> None:
+        """Writes one line of the record, if there is one."""
+        if self.record is not None:
+            self.record.note(eqn, how, self.times)
+
+    @property
+    def index(self) -> Array:
+        """This device's number along the shard axis."""
+        if self._index is None:
+            self._index = lax.axis_index(self.axes.shard)
+        return self._index
+
+    def mask(self, layout: Layout) -> Array | None:
+        """Which elements of a share are not padding, `(length,)`; `None` where all of them are real.
+
+        The counts come from a table, so that no offset is computed in 32 bits.
+        """
+        if not layout.padding:
+            return None
+        k = layout.length
+        size = math.prod(layout.shape[layout.lead :])
+        key = (k, size)
+        if key not in self._masks:
+            counts = [min(max(size - i * k, 0), k) for i in range(self.n)]
+            count = lax.dynamic_index_in_dim(np.array(counts, np.int32), self.index, keepdims=False)
+            self._masks[key] = lax.lt(lax.iota(np.int32, k), lax.broadcast(count, (k,)))
+        return self._masks[key]
+
+    def masked(self, x: Split, fill: Any = 0) -> Array:
+        """The share with `fill` in the padding."""
+        mask = self.mask(x.layout)
+        if mask is None:
+            return x.local
+        mask = lax.broadcast_in_dim(mask, x.local.shape, (x.local.ndim - 1,))
+        other = cast(lax.full(x.local.shape, fill, x.local.dtype), varying(x.local))
+        return lax.select(cast(mask, varying(x.local)), x.local, other)
+
+    # --- whole ---
+
+    def whole(self, values: Sequence[Value]) -> list[Array]:
+        """All of `values` as whole arrays, or a `Wait` for those that have to cross devices first."""
+        waiting = [x for x in values if isinstance(x, (Split, Partial)) and x.whole is None]
+        if waiting:
+            raise Wait(waiting)
+        return [_whole(x) for x in values]
+
+    def cross(self, values: Sequence[Split | Partial]) -> None:
+        """Makes values whole: one bucketed collective for each way of reducing, one for the gathers."""
+        todo = list({id(x): x for x in values if x.whole is None}.values())
+        for how, (reduce, prepare) in _REDUCE.items():
+            group = [x for x in todo if isinstance(x, Partial) and x.how == how]
+            sent = [prepare(x.local) for x in group]
+            done = collectives.all_reduce(
+                sent, self.axes.shard, bucket_bytes=self.bucket_bytes, reduce=reduce
+            )
+            for x, y in zip(group, done, strict=True):
+                x.whole = y.astype(x.dtype)
+        for x in todo:
+            if isinstance(x, Partial) and x.how == "prod":
+                terms = lax.all_gather(x.local, self.axes.shard, to="invarying")
+                x.whole = lax.reduce_prod(terms, (0,))
+        splits = [x for x in todo if isinstance(x, Split)]
+        gathered = collectives.all_gather(
+            [x.local for x in splits],
+            [x.layout for x in splits],
+            self.axes.shard,
+            bucket_bytes=self.bucket_bytes,
+        )
+        for x, y in zip(splits, gathered, strict=True):
+            x.whole = y
+
+    # --- shares ---
+
+    def share(self, x: Value, layout: Layout) -> Array:
+        """`x` (of the layout's shape, or broadcasting to it) as a share; raises `Wait` if it cannot.
+
+        The result may have dimensions of size 1, or none, where `x` has.
+        """
+        if isinstance(x, Split):
+            if x.layout == layout:
+                return x.local
+            if _aligned(x.layout, layout):
+                return x.local
+            if _same_ranges(x.layout, layout):
+                return x.local.reshape(layout.local_shape)
+        if isinstance(x, Spread):
+            return _spread_share(x, layout, self.index)
+        (x,) = self.whole([x])
+        if x.ndim == 0 or (layout.kind == "rows" and x.shape[layout.lead] == 1):
+            return x
+        if layout.kind == "flat" and x.shape != layout.shape:
+            x = jnp.broadcast_to(x, layout.shape)
+        here = dataclasses.replace(layout, shape=x.shape)
+        return collectives.share(x, here, self.index)
+
+    def split(self, x: Value, layout: Layout) -> Split:
+        """`x` cut as `layout` says."""
+        if isinstance(x, Split) and x.layout == layout:
+            return x
+        local = self.share(x, layout)
+        if local.shape != layout.local_shape:
+            local = jnp.broadcast_to(local, layout.local_shape)
+        return Split(cast(local, self.axes.shard), layout)
+
+    def settle(
+        self, values: Sequence[Value], layouts: Sequence[Layout | None], *, record: bool = True
+    ) -> list[Value]:
+        """Every value in the wanted form (`None`: whole), with one round of collectives for all."""
+        need = []
+        for x, layout in zip(values, layouts, strict=True):
+            try:
+                self.whole([x]) if layout is None else self.share(x, layout)
+            except Wait as wait:
+                need += wait.values
+        if record and self.record is not None:
+            self.record.cross("the result", need, self.times)
+        self.cross(need)
+        return [
+            self.whole([x])[0] if layout is None else self.split(x, layout)
+            for x, layout in zip(values, layouts, strict=True)
+        ]
+
+
+def _whole(x: Value) -> Array:
+    if isinstance(x, (Split, Partial)):
+        return x.whole  # type: ignore[return-value]
+    if isinstance(x, Spread):
+        return lax.broadcast_in_dim(x.value, x.shape, x.dims)
+    return x
+
+
+def _small(x: Array) -> Array:
+    """Booleans have no maximum across devices."""
+    return x.astype(np.int8) if x.dtype == np.bool_ else x
+
+
+_REDUCE = {
+    "sum": (lax.psum, lambda x: x),
+    "max": (lax.pmax, _small),
+    "min": (lax.pmin, _small),
+}
+
+
+def _aligned(a: Layout, b: Layout) -> bool:
+    """Whether a share of `a` broadcasts against a share of `b`: rows, cut at the same dimension."""
+    return (
+        a.kind == b.kind == "rows"
+        and len(a.shape) == len(b.shape)
+        and a.lead == b.lead
+        and a.shape[a.lead] == b.shape[b.lead]
+        and all(p in (1, q) for p, q in zip(a.shape, b.shape, strict=True))
+    )
+
+
+def _same_ranges(a: Layout, b: Layout) -> bool:
+    """Whether both layouts give each device the same elements, in the same order."""
+    return a.shape == b.shape and a.lead == b.lead == 0 and not a.padding and not b.padding
+
+
+def _spread_share(x: Spread, layout: Layout, index: Array) -> Array:
+    """A device's share of a broadcast array, without the array."""
+    if x.value.ndim == 0 or x.value.size == 1:
+        return lax.broadcast(x.value.reshape(()), layout.local_shape)
+    rows = layout.kind == "rows" and len(x.shape) == len(layout.shape)
+    if not rows:
+        return collectives.share(jnp.broadcast_to(_whole(x), layout.shape), layout, index)
+    value, local = x.value, layout.local_shape
+    for axis, dim in enumerate(x.dims):
+        if dim == layout.lead and value.shape[axis] != 1:
+            length = local[dim]
+            value = lax.dynamic_slice_in_dim(value, index * length, length, axis=axis)
+    shape = tuple(s if full != 1 else 1 for s, full in zip(local, x.shape, strict=True))
+    return lax.broadcast_in_dim(value, shape, x.dims)

@@ -1,0 +1,219 @@
+"""The inner optimizer, traced at full, unsharded shapes: nothing in it knows of a mesh."""
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+from .layout import is_split
+from .mesh import Axes, path_text
+from .partition import Program, trace
+from .state import Leaf, Leaves, StateLeaf, leaves_of, owner, shape_dtype, state_leaves
+
+#: How often the structure of optimizer state may grow before it has the one it keeps.
+_GROWTHS = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Extra:
+    """The extra arguments of one `update`, sorted by how they travel.
+
+    Attributes:
+      static: Callables, strings, Python scalars: closed over as they are.
+      trees: Trees like the parameters: read like gradients.
+      arrays: Everything else: (structure, abstract leaves), whole.
+    """
+
+    static: Mapping[str, Any]
+    trees: Mapping[str, Leaves]
+    arrays: Mapping[str, tuple[Any, tuple[jax.ShapeDtypeStruct, ...]]]
+
+    def key(self) -> Any:
+        """What a traced update depends on."""
+        return tuple((k, v) for part in (self.static, self.trees, self.arrays) for k, v in part.items())
+
+    def avals(self) -> list[jax.ShapeDtypeStruct]:
+        """Abstract leaves of `trees`, then of `arrays`."""
+        out = [a for leaves in self.trees.values() for a in leaves.stand_ins()]
+        return out + [a for _, avals in self.arrays.values() for a in avals]
+
+    def rebuild(self, flat: list[Any]) -> dict[str, Any]:
+        """The keyword arguments from their flat leaves."""
+        out, rest = dict(self.static), iter(flat)
+        for name, leaves in self.trees.items():
+            out[name] = leaves.unflatten([next(rest) for _ in leaves.leaves])
+        for name, (tree, avals) in self.arrays.items():
+            out[name] = jax.tree.unflatten(tree, [next(rest) for _ in avals])
+        return out
+
+
+def accepts(inner: optax.GradientTransformation, name: str) -> bool:
+    """Whether `inner.update` takes an extra argument, by its own signature.
+
+    Optax drops extra arguments for transformations that do not take them; some wrappers take them
+    without being of the class that says so.
+    """
+    if isinstance(inner, optax.GradientTransformationExtraArgs):
+        return True
+    parameters = inspect.signature(inner.update).parameters.values()
+    return any(p.kind == p.VAR_KEYWORD or p.name == name for p in parameters)
+
+
+def sort_extra(
+    inner: optax.GradientTransformation, extra: Mapping[str, Any], like: Leaves, n: int
+) -> tuple[Extra, list[Any], list[Any]]:
+    """Sorts the extra arguments of `update`.
+
+    Returns:
+      The `Extra`, the leaves of its trees, and the leaves of its arrays.
+    """
+    sorted_ = Extra({}, {}, {})
+    trees: list[Any] = []
+    arrays: list[Any] = []
+    shapes = [leaf.shape for leaf in like.leaves]
+    for name, value in extra.items():
+        if not accepts(inner, name):
+            continue
+        flat, tree = jax.tree.flatten(value, is_leaf=is_split)
+        if not flat or not all(hasattr(x, "dtype") and hasattr(x, "shape") for x in flat):
+            sorted_.static[name] = value  # type: ignore[index]
+        elif tree == like.tree and [shape_dtype(x)[0] for x in flat] == shapes:
+            sorted_.trees[name] = leaves_of(value, n, None)  # type: ignore[index]
+            trees += flat
+        else:
+            avals = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in flat)
+            sorted_.arrays[name] = (tree, avals)  # type: ignore[index]
+            arrays += flat
+    return sorted_, trees, arrays
+
+
+def trace_init(inner: optax.GradientTransformation, params: Leaves, axes: Axes) -> Program:
+    """`inner.init` at full shapes; its result is the state at logical shapes."""
+    return trace(lambda p: inner.init(params.unflatten(p)), params.stand_ins(), axis_env=_env(axes))
+
+
+@dataclasses.dataclass(frozen=True)
+class UpdateProgram:
+    """`inner.update`, or the whole step with `apply_updates`, at full shapes.
+
+    Attributes:
+      program: Takes gradients, state, parameters and extra arguments, flat, in this order.
+      grads: How many leaves the gradients have.
+      state: The leaves of the state that goes in.
+      new: The leaves of the updates or new parameters that come out, and their structure.
+      new_state: The leaves of the state that comes out, and its structure.
+    """
+
+    program: Program
+    grads: int
+    state: list[StateLeaf]
+    new: Leaves
+    new_state: list[StateLeaf]
+    new_state_tree: Any
+
+    @property
+    def moving(self) -> list[Leaf]:
+        """The updates or new parameters that are evaluated; the others pass through."""
+        return [leaf for leaf in self.new.leaves if leaf.trainable]
+
+    @property
+    def changing(self) -> list[StateLeaf]:
+        """The leaves of new state that are evaluated; the others stay as they were."""
+        return [leaf for leaf in self.new_state if not leaf.frozen]
+
+    def inputs(self, grads: list[Any], state: list[Any], params: list[Any], extra: list[Any]) -> Any:
+        """The program's arguments; `grads` holds the gradients, then trees like them."""
+        return [*grads[: self.grads], *state, *params, *grads[self.grads :], *extra]
+
+    def results(self, out: list[Any]) -> tuple[list[Any], list[Any]]:
+        """The program's results that are kept: `moving` and `changing`."""
+        count = len(self.new.leaves)
+        new = [x for x, leaf in zip(out, self.new.leaves) if leaf.trainable]
+        state = [x for x, leaf in zip(out[count:], self.new_state, strict=True) if not leaf.frozen]
+        return new, state
+
+
+def trace_update(
+    inner: optax.GradientTransformation,
+    grads: Leaves,
+    state: Any,
+    params: Leaves | None,
+    extra: Extra,
+    axes: Axes,
+    add: bool,
+) -> UpdateProgram:
+    """Traces one step.
+
+    Args:
+      inner: The optimizer.
+      grads: The gradients.
+      state: The state as given; only its structure and dtypes are read.
+      params: The parameters; `None` where the caller has none.
+      extra: The extra arguments.
+      axes: The mesh axes, whose names are bound in the trace.
+      add: Whether the result is the new parameters rather than the updates.
+
+    Returns:
+      The traced step.
+    """
+    like = params or grads
+
+    def step(g: Any, s: Any, p: Any, e: Any) -> Any:
+        plain = None if params is None else params.unflatten(p)
+        updates, new_state = inner.update(grads.unflatten(g), s, plain, **extra.rebuild(e))
+        return (optax.apply_updates(plain, updates) if add else updates), new_state
+
+    def run(s: Any) -> Program:
+        given = [] if params is None else params.stand_ins()
+        return trace(step, grads.stand_ins(), s, given, extra.avals(), axis_env=_env(axes))
+
+    abstract = _logical(state, trace_init(inner, like, axes).out, lambda s: run(s).out[1])
+    program = run(abstract)
+    new, new_state = program.out
+    return UpdateProgram(
+        program,
+        len(grads.leaves),
+        state_leaves(abstract, like.leaves, axes.n),
+        _belonging(new, like),
+        state_leaves(new_state, like.leaves, axes.n),
+        jax.tree.structure(new_state),
+    )
+
+
+def _logical(state: Any, initial: Any, grow: Callable[[Any], Any]) -> Any:
+    """The given state at logical shapes: those of `inner.init`, or of a later step where it grew."""
+    tree, candidate = jax.tree.structure(state), initial
+    for _ in range(_GROWTHS):
+        if jax.tree.structure(candidate) == tree:
+            dtypes = [shape_dtype(x)[1] for x in jax.tree.leaves(state)]
+            avals = [
+                jax.ShapeDtypeStruct(x.shape, d)
+                for x, d in zip(jax.tree.leaves(candidate), dtypes, strict=True)
+            ]
+            return jax.tree.unflatten(tree, avals)
+        candidate = grow(candidate)
+    paths = lambda t: {path_text(p) for p, _ in jax.tree_util.tree_leaves_with_path(t)}
+    here, there = paths(state), paths(initial)
+    raise ValueError(
+        "update: the optimizer state has another structure than this optimizer's. Found leaves "
+        f"{sorted(here - there)[:4]} that it does not have; expected {sorted(there - here)[:4]}. Fix: "
+        "pass the state of tx.init(params) of the same optimizer."
+    )
+
+
+def _belonging(tree: Any, like: Leaves) -> Leaves:
+    """The leaves of the updates, each cut like the parameter that it belongs to."""
+    by_path = {leaf.path: leaf for leaf in like.leaves}
+    out = []
+    for path, x in jax.tree_util.tree_leaves_with_path(tree):
+        leaf = owner(path, x.shape, by_path)
+        out.append(leaf or Leaf(path, x.shape, x.dtype, None))
+    return Leaves(tuple(out), jax.tree.structure(tree))
+
+
+def _env(axes: Axes) -> list[tuple[str, int]]:
+    return list(zip(axes.every, axes.sizes, strict=True))

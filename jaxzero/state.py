@@ -1,0 +1,149 @@
+"""The tree side of the even split: which leaves are cut, and where optimizer state is cut.
+
+A state leaf has the layout of the parameter whose key path is a suffix of its own and whose shape is
+equal; any other leaf has the default for its shape. So the layout is a pure function of key paths,
+shapes, the number of shares and the options.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .layout import EvenSplit, Layout, Shape, default_split, even_split, is_split
+
+Path = tuple[Any, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """One leaf of a tree of parameters or gradients.
+
+    Attributes:
+      path: Its key path.
+      shape: Its logical shape.
+      dtype: Its dtype.
+      layout: How it is cut; `None`: it is whole.
+    """
+
+    path: Path
+    shape: Shape
+    dtype: Any
+    layout: Layout | None
+
+    @property
+    def trainable(self) -> bool:
+        """Integer, bool, key and empty leaves pass through."""
+        return bool(jnp.issubdtype(self.dtype, jnp.inexact)) and 0 not in self.shape
+
+    def stand_in(self) -> jax.ShapeDtypeStruct:
+        """What the inner optimizer is traced with: itself; an integer for a key or a bool."""
+        plain = not (self.dtype == np.bool_ or is_key(self.dtype))
+        return jax.ShapeDtypeStruct(self.shape, self.dtype if plain else np.int32)
+
+
+def is_key(dtype: Any) -> bool:
+    """Whether a dtype is that of typed PRNG keys."""
+    return bool(jnp.issubdtype(dtype, jax.dtypes.prng_key))
+
+
+def shape_dtype(x: Any) -> tuple[Shape, Any]:
+    """Logical shape and dtype of a leaf; Python and NumPy scalars are legal."""
+    dtype = getattr(x, "dtype", None)
+    return tuple(np.shape(x)) if dtype is None else tuple(x.shape), dtype or jnp.result_type(x)
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaves:
+    """A tree of parameters or gradients, without its arrays.
+
+    Attributes:
+      leaves: In tree order; an `EvenSplit` is one leaf.
+      tree: The structure of the plain tree.
+    """
+
+    leaves: tuple[Leaf, ...]
+    tree: Any
+
+    def stand_ins(self) -> list[jax.ShapeDtypeStruct]:
+        """Abstract arrays at logical shapes, for tracing."""
+        return [leaf.stand_in() for leaf in self.leaves]
+
+    def unflatten(self, arrays: Sequence[Any]) -> Any:
+        """A plain tree of `arrays`."""
+        return jax.tree.unflatten(self.tree, arrays)
+
+
+def leaves_of(tree: Any, n: int, stacked: Callable[[Path], bool] | None) -> Leaves:
+    """The leaves of a tree of parameters or gradients, whole or split."""
+    out = []
+    pairs, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_split)
+    for path, x in pairs:
+        shape, dtype = shape_dtype(x)
+        leaf = Leaf(path, shape, dtype, None)
+        if leaf.trainable:
+            lead = int(stacked is not None and bool(stacked(path)))
+            leaf = dataclasses.replace(leaf, layout=even_split(shape, n, lead))
+        out.append(leaf)
+    return Leaves(tuple(out), structure)
+
+
+def owner(path: Path, shape: Shape | None, by_path: dict[Path, Leaf]) -> Leaf | None:
+    """The parameter that a leaf elsewhere belongs to: the longest suffix of its path that is one."""
+    for start in range(len(path) + 1):
+        leaf = by_path.get(path[start:])
+        if leaf is not None and (shape is None or leaf.shape == shape):
+            return leaf
+    return None
+
+
+@dataclasses.dataclass(frozen=True)
+class StateLeaf:
+    """One leaf of optimizer state.
+
+    Attributes:
+      path: Its key path.
+      shape: Its logical shape.
+      dtype: Its dtype.
+      layout: How it is cut; `None`: it is whole.
+      frozen: Whether it belongs to a parameter that passes through: it never changes.
+    """
+
+    path: Path
+    shape: Shape
+    dtype: Any
+    layout: Layout | None
+    frozen: bool
+
+    @property
+    def stored_shape(self) -> Shape:
+        """The shape of the global array."""
+        return self.layout.stored_shape if self.layout else self.shape
+
+
+def state_leaves(state: Any, params: Sequence[Leaf], n: int) -> list[StateLeaf]:
+    """The leaves of abstract optimizer state at logical shapes, as `inner.init` gives it."""
+    by_path = {leaf.path: leaf for leaf in params}
+    out = []
+    for path, x in jax.tree_util.tree_leaves_with_path(state):
+        leaf, layout = owner(path, x.shape, by_path), None
+        if leaf is not None:
+            layout = leaf.layout
+        elif jnp.issubdtype(x.dtype, jnp.inexact):
+            layout = default_split(x.shape, n)
+        frozen = leaf is not None and not leaf.trainable
+        out.append(StateLeaf(path, x.shape, x.dtype, layout, frozen))
+    return out
+
+
+def wear(x: Any, layout: Layout | None) -> Any:
+    """A stored parameter or gradient as users see it: flat ones wear their logical shape."""
+    return EvenSplit(x, layout.shape) if layout is not None and layout.kind == "flat" else x
+
+
+def bare(x: Any) -> Any:
+    """The inverse of `wear`."""
+    return x.value if is_split(x) else x

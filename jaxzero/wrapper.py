@@ -1,0 +1,242 @@
+"""The wrapped optimizer: the calls of Optax, in the global view and inside a user's `shard_map`."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from . import checks, mesh, programs
+from .layout import is_split
+from .mesh import Axes
+from .optimizer import Init, Update
+from .options import Options
+from .partition import Record
+from .state import Leaf, Leaves, bare, is_key, leaves_of, state_leaves, wear
+
+#: Traced calls that one optimizer keeps: structures, dtypes and callables rarely change.
+_KEPT = 32
+
+
+class ShardedOptimizer(optax.GradientTransformationExtraArgs):
+    """A wrapped optimizer: an Optax transformation that also carries the step on shares.
+
+    Attributes:
+      calls: The calls behind it; `Zero.apply` and `Zero.explain` use them.
+    """
+
+    calls: "Calls | None"
+
+    def __new__(cls, init: Any, update: Any, calls: "Calls | None" = None) -> "ShardedOptimizer":
+        """The pair that Optax expects, with one more attribute."""
+        self = super().__new__(cls, init, update)
+        self.calls = calls
+        return self
+
+
+def wrap(options: Options, inner: Any, reduced: bool) -> ShardedOptimizer:
+    """The wrapped optimizer; see `Zero.optimizer`."""
+    checks.inner_optimizer(inner, ShardedOptimizer)
+    calls = Calls(options, inner, reduced)
+
+    def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+        return calls.update("update", grads, state, params, extra)
+
+    return ShardedOptimizer(calls.init, update, calls)
+
+
+class Calls:
+    """`init`, `update`, `apply` and the record behind `explain` of one wrapped optimizer."""
+
+    def __init__(self, options: Options, inner: Any, reduced: bool) -> None:
+        self.options, self.inner, self.reduced = options, inner, reduced
+        self._kept: dict[Any, Any] = {}
+
+    def init(self, params: Any) -> Any:
+        """Optimizer state, born split."""
+        axes, manual = self.options.context("init")
+        leaves, arrays = self._leaves("init", params, axes)
+        split = self._split_params("init", leaves, arrays, manual)
+
+        def make() -> Init:
+            program = programs.trace_init(self.inner, leaves, axes)
+            state = state_leaves(program.out, leaves.leaves, axes.n)
+            return Init(self.options, axes, program, leaves.leaves, split, state)
+
+        body = self._keep(("init", axes, leaves, split), make)
+        tree = jax.tree.structure(body.program.out)
+        arrays = [bare(x) for x in arrays]
+        if any(isinstance(x, jax.ShapeDtypeStruct) for x in arrays) and not manual:
+            return jax.tree.unflatten(tree, self._abstract_state(body))
+        paths = [leaf.path for leaf in leaves.leaves]
+        run = body if manual else self._region("init", body, [paths, None])
+        return jax.tree.unflatten(tree, run(arrays, body.program.consts))
+
+    def update(self, call: str, grads: Any, state: Any, params: Any, extra: dict[str, Any]) -> Any:
+        """Updates (or, for `apply`, new parameters) and new state."""
+        axes, manual = self.options.context(call)
+        g, g_arrays = self._leaves(call, grads, axes)
+        p, p_arrays = (None, []) if params is None else self._leaves(call, params, axes)
+        if params is not None:
+            checks.same_leaves(call, grads, params)
+            g = checks.gradients(call, g, g_arrays, p, manual)
+        more, trees, others = programs.sort_extra(self.inner, extra, p or g, axes.n)
+        leaves = (*g.leaves, *(leaf for t in more.trees.values() for leaf in t.leaves))
+        split = tuple(
+            _is_share(leaf, x, manual) for leaf, x in zip(leaves, [*g_arrays, *trees], strict=True)
+        )
+        split_p = () if p is None else self._split_params(call, p, p_arrays, manual)
+        s_arrays, s_tree = jax.tree.flatten(state)
+
+        def make() -> Update:
+            add, local = call == "apply", manual and not self.reduced
+            traced = programs.trace_update(self.inner, g, state, p, more, axes, add)
+            known = () if p is None else p.leaves
+            return Update(self.options, axes, traced, leaves, split, local, known, split_p)
+
+        dtypes = tuple(jnp.result_type(x) for x in s_arrays)
+        key = (call, axes, manual, g, p, split, split_p, more.key(), s_tree, dtypes)
+        body = self._keep(key, make)
+        grads_ = [_reading(x, leaf) for x, leaf in zip([*g_arrays, *trees], leaves, strict=True)]
+        consts = body.traced.program.consts
+        arrays = [grads_, s_arrays, [bare(x) for x in p_arrays], others, consts]
+        if manual:
+            checks.local(call, body, arrays, self.reduced, params is None)
+            new, new_state = body(*arrays)
+        else:
+            checks.state_arrays(call, s_arrays, body.traced.state, axes)
+            paths = [[leaf.path for leaf in x] for x in (leaves, body.traced.state, body.params)]
+            new, new_state = self._region(call, body, [*paths, None, None])(*arrays)
+        return _assemble(call, body, new, new_state, s_arrays, p_arrays)
+
+    def record(self, params: Any) -> tuple[Record, Axes]:
+        """What one update with split gradients does, without running it."""
+        axes, _ = self.options.context("explain")
+        leaves, _ = self._leaves("explain", params, axes)
+        state = programs.trace_init(self.inner, leaves, axes).out
+        none = programs.Extra({}, {}, {})
+        traced = programs.trace_update(self.inner, leaves, state, leaves, none, axes, False)
+        cut = tuple(leaf.layout is not None for leaf in leaves.leaves)
+        cut_params = cut if self.options.stage == 3 else (False,) * len(cut)
+        known = leaves.leaves
+        body = Update(self.options, axes, traced, known, cut, False, known, cut_params)
+        arrays = [
+            [_abstract(x.shape, x.dtype, x.layout) for x in known],
+            [_abstract(x.shape, x.dtype, x.layout) for x in traced.state],
+            [_abstract(x.shape, x.dtype, x.layout if c else None) for x, c in zip(known, cut_params)],
+            [],
+            [_abstract(np.shape(x), jnp.result_type(x), None) for x in traced.program.consts],
+        ]
+        record = Record()
+        observed = lambda *xs: body(*xs, record=record)
+        region = mesh.region(self.options.mesh, axes, observed, body.in_specs, body.out_specs)
+        jax.eval_shape(region, *arrays)
+        return record, axes
+
+    # --- behind the calls ---
+
+    def _leaves(self, call: str, tree: Any, axes: Axes) -> tuple[Leaves, list[Any]]:
+        for path, x in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_split):
+            checks.split_leaf(call, path, x)
+        arrays = jax.tree.leaves(tree, is_leaf=is_split)
+        return leaves_of(tree, axes.n, self.options.stacked), arrays
+
+    def _split_params(
+        self, call: str, leaves: Leaves, arrays: Sequence[Any], manual: bool
+    ) -> tuple[bool, ...]:
+        """Which parameters come as shares: flat ones wear it, rows are split at rest at stage 3."""
+        out = []
+        for leaf, x in zip(leaves.leaves, arrays, strict=True):
+            layout = leaf.layout
+            share = is_split(x) or (self.options.stage == 3 and layout is not None)
+            if share and layout is not None:
+                wanted = layout.local_shape if manual else layout.stored_shape
+                checks.stored_shape(
+                    call, "parameter", leaf.path, np.shape(bare(x)), wanted, layout.n
+                )
+            out.append(share and layout is not None)
+        return tuple(out)
+
+    def _keep(self, key: Any, make: Callable[[], Any]) -> Any:
+        """The traced call for `key`, traced once unless it closed over values being traced."""
+        key = (*key, bool(jax.config.jax_enable_x64))
+        try:
+            kept = self._kept.get(key)
+        except TypeError:  # an extra argument that cannot be hashed
+            return make()
+        if kept is None:
+            kept = make()
+            program = kept.program if isinstance(kept, Init) else kept.traced.program
+            if not mesh.is_traced(program.consts):
+                if len(self._kept) >= _KEPT:
+                    self._kept.pop(next(iter(self._kept)))
+                self._kept[key] = kept
+        return kept
+
+    def _region(self, call: str, body: Any, paths: Sequence[Any]) -> Callable[..., Any]:
+        """`body` in a manual region of the library's own; called eagerly it is compiled once."""
+        options, axes = self.options, body.axes
+        run = mesh.region(options.mesh, axes, body, body.in_specs, body.out_specs)
+
+        def call_(*arrays: Any) -> Any:
+            placed = [
+                mesh.place_all(call, options.mesh, path, xs, spec, axes)
+                for path, xs, spec in zip(paths, arrays, body.in_specs, strict=True)
+            ]
+            if mesh.is_traced(placed):
+                return run(*placed)
+            return body.compiled(run)(*placed)
+
+        return call_
+
+    def _abstract_state(self, body: Init) -> list[jax.ShapeDtypeStruct]:
+        return [
+            jax.ShapeDtypeStruct(
+                leaf.stored_shape, leaf.dtype, sharding=NamedSharding(self.options.mesh, spec)
+            )
+            for leaf, spec in zip(body.state, body.out_specs, strict=True)
+        ]
+
+
+def _is_share(leaf: Leaf, x: Any, manual: bool) -> bool:
+    """Whether a gradient comes as a share. In the global view every leaf cut in rows does."""
+    if leaf.layout is None:
+        return False
+    if is_split(x):
+        return True
+    if manual:
+        shape = np.shape(x)
+        return shape == leaf.layout.local_shape and shape != leaf.shape
+    return leaf.layout.kind == "rows"
+
+
+def _reading(x: Any, leaf: Leaf) -> Any:
+    """The array that stands for a gradient; nobody reads that of a leaf that passes through."""
+    return bare(x) if leaf.trainable else jnp.zeros(())
+
+
+def _abstract(shape: Any, dtype: Any, layout: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(layout.stored_shape if layout else shape, dtype)
+
+
+def _assemble(
+    call: str, body: Update, new: Any, new_state: Any, s_arrays: Sequence[Any], p_arrays: Sequence[Any]
+) -> Any:
+    """The trees that go back: what passes through is put in its place."""
+    moved, changed = iter(new), iter(new_state)
+    traced, out = body.traced, []
+    for i, leaf in enumerate(traced.new.leaves):
+        if leaf.trainable:
+            out.append(wear(next(moved), body.rest(leaf)))
+        elif call == "apply":
+            out.append(p_arrays[i])
+        else:
+            zero = np.zeros(leaf.shape, jax.dtypes.float0) if is_key(leaf.dtype) else None
+            out.append(jnp.zeros(leaf.shape, leaf.dtype) if zero is None else zero)
+    state = [
+        s_arrays[i] if leaf.frozen else next(changed) for i, leaf in enumerate(traced.new_state)
+    ]
+    return traced.new.unflatten(out), jax.tree.unflatten(traced.new_state_tree, state)

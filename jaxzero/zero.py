@@ -1,0 +1,288 @@
+"""The `Zero` object: options, and the operations on training state that they govern."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import optax
+
+from . import checks, gradients, placement, wrapper
+from .mesh import AxisNames
+from .options import Options
+from .partition import Report
+
+
+@dataclasses.dataclass(frozen=True)
+class Zero(Options):
+    """Training state split over a mesh, with the numbers of the unsharded run (ZeRO stages 1 and 2).
+
+    The inner optimizer is traced at full, unsharded shapes and the traced program is evaluated on even
+    shares, so any Optax optimizer is exact: norms, masks, factored moments and random draws mean what
+    they mean without sharding. With `N` shares and `M` bytes of parameters, one step sends per device
+
+    * stage 1: an all-reduce of gradients `2M(N-1)/N` and an all-gather of new parameters `M(N-1)/N`;
+    * stage 2: a reduce-scatter of gradients `M(N-1)/N` and the same all-gather;
+    * with `replica_axis` (MiCS): the same inside a group, and one all-reduce of the share, `2(M/N)(R-1)/R`.
+
+    Optimizer state takes `1/N` per device, at stage 2 gradients too; parameters are whole.
+
+    Args:
+      mesh: A `jax.sharding.Mesh`, Auto or Explicit, with any further axes. May be left out where every
+        call stands inside a `shard_map`.
+      stage: 1 (optimizer state split) or 2 (gradients too).
+      shard_axis: Mesh axis, or tuple of axes (outer first), over which state is split.
+      replica_axis: Mesh axis or axes over which the split state is repeated, or `None`.
+      bucket_bytes: Leaves smaller than this travel together, in collectives of about this many bytes;
+        `None`: every leaf alone. Numbers and storage do not depend on it.
+      reduce_dtype: Dtype in which gradients are summed; `None`: float32, or a leaf's own if wider.
+      stacked: A predicate on key paths: leaves whose leading axis counts layers, split inside each.
+
+    Raises:
+      ValueError: For an option or axis that is unknown or out of range, with the nearest known one.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp, optax, jaxzero
+      >>> mesh = jax.make_mesh((8,), ("data",))
+      >>> zero = jaxzero.Zero(mesh, stage=2)
+      >>> tx = zero.optimizer(optax.adamw(1e-2))
+      >>> params = {"w": jnp.ones((5, 3)), "b": jnp.zeros(3)}
+      >>> loss = lambda p, x: jnp.mean((x @ p["w"] + p["b"]) ** 2)
+      >>> state = tx.init(params)
+      >>> value, grads = zero.value_and_grad(loss)(params, jnp.ones((16, 5)))
+      >>> params, state = zero.apply(tx, grads, state, params)
+      >>> float(params["w"][0, 0]) < 1
+      True
+
+    References:
+      Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020;
+      Zhang et al., "MiCS: Near-linear Scaling for Training Gigantic Model on Public Cloud", 2022.
+    """
+
+    def optimizer(
+        self, inner: optax.GradientTransformation, *, grads: str = "local"
+    ) -> optax.GradientTransformationExtraArgs:
+        """Wraps any Optax optimizer: its state is split, its updates are those of the unsharded run.
+
+        `init` and `update` are as Optax defines them. In the global view `update` takes gradients that
+        are the mean over the whole batch, whole or split. Inside a user's `shard_map` each leaf is read
+        as what it is: share-shaped is reduced and split, full and varying is this device's own and is
+        reduced as the stage prescribes. State keeps the inner optimizer's tree; its arrays are plain,
+        `1/N` per device. Put the wrapper outermost: `zero.optimizer(optax.chain(clip, adamw))`.
+
+        Args:
+          inner: An `optax.GradientTransformation`, with or without extra arguments.
+          grads: ``"reduced"`` says that full gradients inside `shard_map` are the mean over all devices
+            already; ``"local"`` that they are this device's own.
+
+        Returns:
+          An `optax.GradientTransformationExtraArgs`. Communication: that of the stage, and what
+          `explain` prints for the inner optimizer.
+
+        Raises:
+          ValueError: By leaf path, for gradients or state that do not fit.
+
+        Examples:
+          >>> import jax, jax.numpy as jnp, optax, jaxzero
+          >>> zero = jaxzero.Zero(jax.make_mesh((8,), ("data",)))
+          >>> tx = zero.optimizer(optax.lamb(1e-2))
+          >>> state = tx.init({"w": jnp.ones((16, 4))})
+          >>> state[0].mu["w"].addressable_shards[0].data.shape
+          (2, 4)
+        """
+        if grads not in ("local", "reduced"):
+            raise ValueError(
+                f"optimizer: grads={grads!r}. Expected 'local' or 'reduced'. Fix: grads='reduced' where "
+                "full gradients inside shard_map are the mean over devices already."
+            )
+        return wrapper.wrap(self, inner, grads == "reduced")
+
+    def init(self, init_fn: Callable[..., Any], *args: Any) -> Any:
+        """Parameters from `init_fn(*args)`, whole on every device of the mesh; sends nothing.
+
+        Args:
+          init_fn: Returns a tree of parameters.
+          *args: Its arguments.
+
+        Returns:
+          The tree, replicated over the mesh.
+
+        Examples:
+          >>> import jax, jax.numpy as jnp, jaxzero
+          >>> zero = jaxzero.Zero(jax.make_mesh((8,), ("data",)))
+          >>> params = zero.init(lambda key: {"w": jax.random.normal(key, (3, 2))}, jax.random.key(0))
+          >>> params["w"].sharding.is_fully_replicated
+          True
+        """
+        return placement.born(self, init_fn, *args)
+
+    def shard(self, params: Any) -> Any:
+        """Parameters as they rest between steps: whole on every device, at stages 1 and 2.
+
+        Args:
+          params: A tree of arrays in any placement.
+
+        Returns:
+          The same tree, replicated over the mesh.
+        """
+        return placement.shard(self, params)
+
+    def gather(self, tree: Any) -> Any:
+        """Plain full arrays from a tree in split form (parameters or gradients); one gather per leaf.
+
+        Args:
+          tree: Plain arrays and `EvenSplit` leaves.
+
+        Returns:
+          The same tree with logical shapes, replicated over the mesh.
+
+        Examples:
+          >>> import jax, jax.numpy as jnp, jaxzero
+          >>> zero = jaxzero.Zero(jax.make_mesh((8,), ("data",)))
+          >>> loss = lambda p, x: jnp.mean(x * p.sum())
+          >>> _, grad = zero.value_and_grad(loss)(jnp.ones(3), jnp.ones(8))
+          >>> grad
+          EvenSplit(shape=(3,), stored=float32[8])
+          >>> zero.gather(grad)
+          Array([1., 1., 1.], dtype=float32)
+        """
+        return placement.gather(self, tree)
+
+    def specs(self, tree: Any) -> Any:
+        """`PartitionSpec`s of a tree in split form, for a user's own `shard_map`; sends nothing.
+
+        Args:
+          tree: Optimizer state of `tx.init`, split gradients or parameters; concrete or abstract. A
+            leaf that carries a `NamedSharding` keeps its spec; else the stored shape decides.
+
+        Returns:
+          A tree of the same structure with a `PartitionSpec` per array.
+
+        Examples:
+          >>> import jax, jax.numpy as jnp, optax, jaxzero
+          >>> zero = jaxzero.Zero(jax.make_mesh((8,), ("data",)))
+          >>> state = zero.optimizer(optax.sgd(0.1, momentum=0.9)).init({"w": jnp.ones((16, 4))})
+          >>> zero.specs(state)[0].trace["w"]
+          PartitionSpec('data',)
+        """
+        return placement.specs(self, tree)
+
+    def value_and_grad(
+        self,
+        loss_fn: Callable[..., Any],
+        has_aux: bool = False,
+        *,
+        whole_argnums: int | Sequence[int] = (),
+        fold_keys: bool = True,
+    ) -> Callable[..., Any]:
+        """The mean loss over the whole global batch and its gradient, reduced as the stage prescribes.
+
+        The loss is differentiated on each device's own examples (the local mean); the mean over devices
+        is taken once, here. Mesh axis names are bound in it, so `lax.pmean` and
+        `BatchNorm(axis_name=...)` have the whole-batch meaning; otherwise it sees one device's examples.
+
+        Args:
+          loss_fn: `loss_fn(params, *batch) -> loss`, the mean over examples, for one device; or
+            `(loss, aux)` with `has_aux`.
+          has_aux: Whether it returns aux. Floating leaves of aux are averaged over devices; other leaves
+            must not depend on the device.
+          whole_argnums: Positions of arguments (the parameters are 0) that are given whole to every
+            device: batch statistics, schedules. All others are cut on their leading dimension over all
+            devices; scalars are whole.
+          fold_keys: Whether a scalar typed key is folded with the device's index, so that dropout
+            differs between devices. Arrays of keys are data and are cut. Keys named in `whole_argnums`
+            are never folded.
+
+        Returns:
+          `grad_fn(params, *batch) -> (loss, grads)` or `((loss, aux), grads)`. Gradients are whole at
+          stage 1 (all-reduce); at stage 2 they are split: arrays cut in rows, or `EvenSplit`
+          (reduce-scatter). Inside a user's `shard_map` they are shares at every stage.
+
+        Raises:
+          ValueError: For a batch that does not divide, a loss that is no floating scalar, an aux leaf
+            that depends on the device, parameters that are split.
+
+        Examples:
+          >>> import jax, jax.numpy as jnp, jaxzero
+          >>> zero = jaxzero.Zero(jax.make_mesh((8,), ("data",)))
+          >>> loss = lambda w, x: jnp.mean((x * w) ** 2)
+          >>> value, grad = zero.value_and_grad(loss)(jnp.float32(3.0), jnp.ones(16))
+          >>> float(value), float(grad)
+          (9.0, 6.0)
+        """
+        positions = (whole_argnums,) if isinstance(whole_argnums, int) else tuple(whole_argnums)
+        options = Options(**{f.name: getattr(self, f.name) for f in dataclasses.fields(Options)})
+        return gradients.value_and_grad(options, loss_fn, bool(has_aux), positions, bool(fold_keys))
+
+    def apply(self, tx: Any, grads: Any, opt_state: Any, params: Any) -> tuple[Any, Any]:
+        """One optimizer step: update, add and cast on the share, then gather the new parameters once.
+
+        Equal to `optax.apply_updates(params, tx.update(...)[0])`, with less temporary memory and, for
+        parameters narrower than the state, fewer bytes: nothing whole but the new parameters exists.
+
+        Args:
+          tx: What `zero.optimizer` returned.
+          grads: As for `tx.update`.
+          opt_state: The state of `tx.init`.
+          params: The parameters.
+
+        Returns:
+          `(new params, new state)`, placed as the old ones. Leaves that are not floating come back
+          as they are.
+
+        Raises:
+          ValueError: If `tx` is not the wrapped optimizer itself.
+
+        Examples:
+          >>> import jax, jax.numpy as jnp, optax, jaxzero
+          >>> zero = jaxzero.Zero(jax.make_mesh((8,), ("data",)))
+          >>> tx = zero.optimizer(optax.sgd(0.5))
+          >>> params = jnp.ones(3)
+          >>> params, state = zero.apply(tx, jnp.ones(3), tx.init(params), params)
+          >>> params
+          Array([0.5, 0.5, 0.5], dtype=float32)
+        """
+        checks.wrapped(tx, wrapper.ShardedOptimizer)
+        return tx.calls.update("apply", grads, opt_state, params, {})
+
+    def explain(self, inner: optax.GradientTransformation, params: Any) -> Report:
+        """What the partitioner does with each equation of `inner.update`, and what it costs.
+
+        Traces only: nothing is computed or sent. Gradients are taken as split, as `value_and_grad` gives
+        them; the collectives of the stage itself come on top.
+
+        Args:
+          inner: The optimizer, not wrapped.
+          params: Parameters, concrete or abstract.
+
+        Returns:
+          A `Report`; `print` it.
+
+        Examples:
+          >>> import jax, jax.numpy as jnp, optax, jaxzero
+          >>> zero = jaxzero.Zero(jax.make_mesh((8,), ("data",)))
+          >>> report = zero.explain(optax.adam(1e-3), {"w": jnp.ones((16, 4))})
+          >>> len(report.crossings)
+          0
+        """
+        record, axes = wrapper.Calls(self, inner, False).record(params)
+        return Report.of(record, axes.n)
+
+
+def _plain(stage: int) -> Callable[..., Any]:
+    def wrap(
+        inner: optax.GradientTransformation,
+        axis_name: AxisNames = "data",
+        *,
+        mesh: Any = None,
+        **options: Any,
+    ) -> optax.GradientTransformationExtraArgs:
+        grads = options.pop("grads", "local")
+        zero = Zero(mesh, stage=stage, shard_axis=axis_name, **options)
+        return zero.optimizer(inner, grads=grads)
+
+    return wrap
+
+
+zero1 = _plain(1)
+zero2 = _plain(2)
