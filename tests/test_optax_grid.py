@@ -1,0 +1,202 @@
+"""Every Optax optimizer, sharded, equals the unsharded run.
+
+The names are discovered from Optax's namespaces, so a new one fails here until it is classified in
+`optax_cases.py`. A short run gives every optimizer two cells of the grid and visits every mesh, stage and way
+to run; `-m slow` runs the whole product. `python tests/test_optax_grid.py` writes the README's table.
+"""
+
+import functools
+import itertools
+import pathlib
+import sys
+
+import checks
+import helpers
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from optax_cases import CASES, EXCLUDED, GROUPS, Case, public_names
+
+import jaxzero
+
+STEPS, RTOL, ATOL = 6, 2e-5, 2e-6  # the tolerance of the acceptance script; two steps more, for radam's second branch
+README = pathlib.Path(__file__).parent.parent / "README.md"
+BEGIN, END = "<!-- optimizers:begin -->", "<!-- optimizers:end -->"
+
+MESHES = {n: ((n,), ("data",)) for n in (1, 2, 3, 5, 8)} | {"2x4": ((2, 4), ("replica", "shard"))}
+STAGES = (1, 2)
+GRID = list(itertools.product(MESHES, STAGES, checks.WAYS))
+BATCHES = checks.quadratic_batches(STEPS)
+
+
+def odd_tree(kind="odd"):
+    """Nothing but "even" divides: 13 rows, a scalar, a 3-vector, a convolution kernel."""
+    k = jax.random.split(jax.random.key(0), 5)
+    tree = {
+        "conv": jax.random.normal(k[0], (3, 3, 2, 4)) * 0.3,
+        "emb": jax.random.normal(k[1], (13, 6)),
+        "even": jax.random.normal(k[2], (40, 4)) * 0.2,
+        "scale": jnp.float32(2.0),
+        "tiny": jnp.array([0.5, -1.0, 2.0]),
+    }
+    if kind == "complex":
+        tree["tiny"] = tree["tiny"] + 1j * jnp.array([1.0, 0.25, -0.5])
+    if kind == "arrays":
+        del tree["scale"]  # sm3 takes no scalars
+    if kind == "matrix":
+        return tree["emb"]  # scale_by_muon takes matrices only, and of trees only a bare array
+    if kind == "lookahead":
+        return optax.LookaheadParams(fast=tree, slow=jax.tree.map(jnp.copy, tree))
+    return tree
+
+
+def extra_arguments(case):
+    """What `update` of this optimizer takes beyond gradients, state and parameters; functions see the whole batch."""
+
+    def extra(value, grads, batch):
+        every = dict(
+            value=value,
+            grad=grads,
+            value_fn=lambda p: checks.quadratic(p, batch),
+            obj_fn=lambda p: checks.quadratic(p, batch),
+            grad_fn=lambda p, _: jax.grad(checks.quadratic)(p, batch),
+        )
+        return {name: every[name] for name in case.needs}
+
+    return extra
+
+
+def trained(params):
+    return params.fast if isinstance(params, optax.LookaheadParams) else params
+
+
+@functools.cache
+def reference(key):
+    """Parameters, state and losses of the unsharded run, on one device."""
+    case = CASES[key]
+    start = odd_tree(case.params)
+    run = checks.reference(case.make(), start, checks.quadratic, BATCHES, extra=extra_arguments(case), trained=trained)
+    moved = [jnp.max(jnp.abs(a - b)) for a, b in zip(jax.tree.leaves(run.params), jax.tree.leaves(start), strict=True)]
+    assert max(moved) > 1e-4, "the unsharded optimizer does not move the parameters: nothing is compared"
+    return run
+
+
+def check(key, world, stage, way):
+    case, want = CASES[key], reference(key)
+    mesh = helpers.make_mesh(*MESHES[world])
+    options = dict(shard_axis="shard", replica_axis="replica") if len(mesh.axis_names) == 2 else {}
+    got = checks.train(
+        jaxzero.Zero(mesh, stage=stage, **options),
+        case.make(),
+        odd_tree(case.params),
+        checks.quadratic,
+        BATCHES,
+        way,
+        extra=extra_arguments(case),
+        trained=trained,
+        grows=case.grows,
+    )
+    checks.assert_params_equal(got.params, want.params, RTOL, ATOL)
+    checks.assert_state_equal(got.state, want.state, RTOL)
+    np.testing.assert_allclose(got.losses, want.losses, rtol=RTOL)
+
+
+def sampled():
+    """Two cells per optimizer, one in the global view and one inside; one in eleven runs on one device too."""
+    outside, inside = ([c for c in GRID if c[0] != 1 and c[2].startswith("inside") == b] for b in (False, True))
+    alone = [c for c in GRID if c[0] == 1]
+    for i, key in enumerate(CASES):
+        yield key, *outside[(7 * i) % len(outside)]
+        yield key, *inside[(7 * i) % len(inside)]
+        if i % 11 == 0:
+            yield key, *alone[(i // 11) % len(alone)]
+
+
+SAMPLED = list(sampled())
+
+
+def test_every_public_name_is_classified():
+    """A new Optax optimizer fails here until it has a row or a reason."""
+    names = public_names()
+    classified = {case.name for case in CASES.values()} | set(EXCLUDED)
+    assert names - classified == set(), "new in Optax: add a row or a reason to tests/optax_cases.py"
+    assert classified - names == set(), "no longer in Optax: remove from tests/optax_cases.py"
+    assert not {case.name for case in CASES.values()} & set(EXCLUDED)
+    assert len(CASES) == sum(map(len, GROUPS.values())), "two rows have one key"
+    assert all(EXCLUDED.values())
+
+
+def test_discovery_sees_more_than_annotations():
+    """`dog` is not annotated, `nadam` is a partial, `MultiSteps` a class: the discovery must find them all."""
+    assert {"optax.nadam", "contrib.dog", "optax.MultiSteps", "optax.scale_by_factored_rms"} <= public_names()
+
+
+def test_sample_covers_every_case_mesh_stage_and_way():
+    for position, values in enumerate((CASES, MESHES, STAGES, checks.WAYS)):
+        assert {cell[position] for cell in SAMPLED} == set(values)
+    for way in checks.WAYS:
+        assert {(c[1], c[2]) for c in SAMPLED if c[3] == way} == set(itertools.product(MESHES, STAGES)), way
+
+
+@pytest.mark.parametrize(("key", "world", "stage", "way"), SAMPLED)
+def test_equals_unsharded(key, world, stage, way):
+    check(key, world, stage, way)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("key", CASES)
+@pytest.mark.parametrize(("world", "stage", "way"), GRID)
+def test_whole_product_equals_unsharded(key, world, stage, way):
+    check(key, world, stage, way)
+
+
+@pytest.mark.parametrize("expression", ["dpsgd", "differentially_private_aggregate"])
+def test_per_example_gradients_are_refused(mesh8, expression):
+    """The excluded optimizers are refused by name, not averaged into something else."""
+    made = {
+        "dpsgd": optax.contrib.dpsgd(0.1, 1.0, 0.1, 0),
+        "differentially_private_aggregate": optax.contrib.differentially_private_aggregate(1.0, 0.1, jax.random.key(0)),
+    }[expression]
+    params = {"w": jnp.ones((16, 2))}
+    tx = jaxzero.Zero(mesh8).optimizer(made)
+    with pytest.raises(ValueError, match=r"(?s)w\b.*\(4, 16, 2\).*\(16, 2\)"):
+        tx.update({"w": jnp.ones((4, 16, 2))}, tx.init(params), params)
+
+
+def table():
+    """The README's table: what is tested, as it is called, and what is left out."""
+    lines = [
+        f"{len(CASES)} rows, each equal to the unsharded run on worlds {', '.join(map(str, MESHES))} at stages 1 and 2,"
+    ]
+    lines += ["in the global view and inside a user's own `shard_map`.", ""]
+    for group, cases in GROUPS.items():
+        lines += [f"| {group} | tested as | `update` also takes |", "|---|---|---|"]
+        lines += [f"| {row_name(c)} | `{c.expression}` | {', '.join(f'`{n}`' for n in c.needs)} |" for c in cases]
+        lines += [""]
+    lines += ["Not in the table:", ""]
+    lines += [f"- `{name}`: {reason}." for name, reason in EXCLUDED.items()]
+    return "\n".join(lines)
+
+
+def row_name(case: Case):
+    name, _, variant = case.key.partition(", ")
+    return f"`{name}`" + (f", {variant}" if variant else "")
+
+
+def with_table(text):
+    before, rest = text.split(BEGIN)
+    after = rest.split(END)[1]
+    return f"{before}{BEGIN}\n{table()}\n{END}{after}"
+
+
+def test_readme_table_is_up_to_date():
+    text = README.read_text()
+    assert text.count(BEGIN) == text.count(END) == 1, f"README needs one {BEGIN} and one {END}"
+    assert text == with_table(text), "run: python tests/test_optax_grid.py"
+
+
+if __name__ == "__main__":
+    README.write_text(with_table(README.read_text()))
+    sys.exit(0)
