@@ -227,13 +227,13 @@ def nbytes(tree: Any, shape_here: Callable[[Any], tuple[int, ...]]) -> int:
 
 
 def memory(
-    zero: jaxzero.Zero, inner: optax.GradientTransformation, params: Any, grads: Any, state: Any
+    zero: jaxzero.Zero, mesh: Mesh, inner: optax.GradientTransformation, params: Any, grads: Any, state: Any
 ) -> dict[str, Any]:
     """Bytes on each device, and what a run that shards nothing would keep there."""
     if zero.stage == 1:  # whole on every device
         grads_here = nbytes(grads, lambda x: x.shape)
     else:
-        shardings = jax.tree.map(lambda spec: NamedSharding(zero.mesh, spec), zero.specs(grads))
+        shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), zero.specs(grads))
         split = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), grads, shardings)
         grads_here = nbytes(split, lambda x: x.sharding.shard_shape(x.shape))
     whole = nbytes(params, lambda x: x.shape)
@@ -336,7 +336,7 @@ def main(options: Options) -> None:
     # ------------------------------------------------------------------ to here
 
     _, grads = jax.eval_shape(grad_fn, params, batch_of(training), dropout_key)
-    figures = memory(zero, inner, params, grads, state)
+    figures = memory(zero, mesh, inner, params, grads, state)
     count = sum(x.size for x in jax.tree.leaves(params))
     shape = " x ".join(f"{n} ({axis})" for axis, n in mesh.shape.items())
     console.print(
