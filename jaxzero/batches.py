@@ -86,9 +86,7 @@ def sort_arguments(
             name += f", leaf {path_text(path[1:])!r}"
         whole = position in whole_argnums
         scalar_key = np.ndim(x) == 0 and is_key(getattr(x, "dtype", np.float32))
-        kinds.append(
-            Argument(name, not whole and np.ndim(x) > 0, scalar_key and fold_keys and not whole)
-        )
+        kinds.append(Argument(name, not whole and np.ndim(x) > 0, scalar_key and fold_keys and not whole))
         static.append(_Array())
         arrays.append(x)
     return Arguments(tree, tuple(static), tuple(kinds)), arrays
@@ -103,8 +101,7 @@ def check_divides(arguments: Sequence[Argument], arrays: Sequence[Any], axes: Ax
             fix = (
                 "for a PRNG key use jax.random.key (a typed, scalar key)"
                 if raw_key
-                else "drop or pad the partial last batch, or name the argument in whole_argnums if it "
-                "is no batch"
+                else "drop or pad the partial last batch, or name the argument in whole_argnums if it is no batch"
             )
             raise ValueError(
                 f"value_and_grad: {argument.name} has leading dimension {x.shape[0]} (shape "
@@ -119,10 +116,6 @@ def fold(arguments: Sequence[Argument], arrays: Sequence[Any], axes: Axes) -> li
     A key that varies already (inside a user's `shard_map`) is left alone.
     """
     return [
-        jax.random.fold_in(x, lax.axis_index(axes.every))
-        if argument.key and not set(axes.every) & varying(x)
-        else x
+        jax.random.fold_in(x, lax.axis_index(axes.every)) if argument.key and not set(axes.every) & varying(x) else x
         for argument, x in zip(arguments, arrays, strict=True)
     ]
-
-

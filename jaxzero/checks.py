@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding
 
 from .layout import is_split
 from .mesh import Axes, path_text, varying
-from .state import Leaf, Leaves, StateLeaf, shape_dtype
+from .state import Leaf, Leaves, StateLeaf
 
 
 def same_leaves(call: str, grads: Any, params: Any) -> None:
@@ -59,9 +59,7 @@ def split_leaf(call: str, path: Any, x: Any) -> None:
         )
 
 
-def gradients(
-    call: str, grads: Leaves, arrays: Sequence[Any], params: Leaves, manual: bool
-) -> Leaves:
+def gradients(call: str, grads: Leaves, arrays: Sequence[Any], params: Leaves, manual: bool) -> Leaves:
     """The gradients with the parameters' logical shapes and layouts; refuses those of other shapes."""
     by_path = {leaf.path: leaf for leaf in params.leaves}
     out = []
@@ -220,5 +218,3 @@ def inner_optimizer(inner: Any, kind: type) -> None:
             "Fix: for example zero.optimizer(optax.adamw(1e-3)); for optax.MultiSteps call its "
             ".gradient_transformation()."
         )
-
-

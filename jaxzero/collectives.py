@@ -119,7 +119,7 @@ def _joined(
     layouts: Sequence[Layout],
     specs: Sequence[PartitionSpec | None] | None,
     limit: int | None,
-    alone: Callable[[Array, Layout], Array],
+    alone: Callable[..., Array],
     block: Callable[[Array, Layout], Array],
     together: Callable[[Array], Array],
     unblock: Callable[[Array, Layout], Array],
@@ -171,9 +171,7 @@ def reduce_scatter(
         layouts,
         specs,
         bucket_bytes,
-        alone=lambda x, layout: lax.psum_scatter(
-            stored(x, layout), axes, scatter_dimension=layout.lead, tiled=True
-        ),
+        alone=lambda x, layout: lax.psum_scatter(stored(x, layout), axes, scatter_dimension=layout.lead, tiled=True),
         block=_blocks,
         together=lambda x: lax.psum_scatter(x, axes, scatter_dimension=0, tiled=True)[0],
         unblock=lambda x, layout: x.reshape(layout.local_shape),

@@ -40,9 +40,9 @@ def _equation(eqn: Any, ins: list[bool], axes: Sequence[str]) -> list[bool]:
     over = eqn.params.get("axes", eqn.params.get("axis_name"))
     if name == "axis_index":
         return [bool(set(names(over)) & set(axes))] * count
-    if name in _REDUCED and eqn.params.get("axis_index_groups") is None:
-        if set(axes) <= {a for a in names(over) if isinstance(a, str)}:
-            return [False] * count
+    grouped = eqn.params.get("axis_index_groups") is not None
+    if name in _REDUCED and not grouped and set(axes) <= set(names(over)):
+        return [False] * count
     if name == "cond":
         return _cond(eqn, ins, axes)
     if name == "scan":
@@ -68,7 +68,7 @@ def _scan(eqn: Any, ins: list[bool], axes: Sequence[str]) -> list[bool]:
     consts, carry, xs = scan_parts(eqn, ins)
     while True:
         outs = depends(inner, [*consts, *carry, *xs], axes)
-        merged = [a or b for a, b in zip(carry, outs)]
+        merged = [a or b for a, b in zip(carry, outs[: len(carry)], strict=True)]
         if merged == list(carry):
             return outs
         carry = merged

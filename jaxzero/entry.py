@@ -13,9 +13,7 @@ from .partition import Context, Split
 from .state import Leaf, StateLeaf
 
 
-def parameters(
-    ctx: Context, arrays: Sequence[Any], leaves: Sequence[Leaf], shares: Sequence[bool]
-) -> list[Any]:
+def parameters(ctx: Context, arrays: Sequence[Any], leaves: Sequence[Leaf], shares: Sequence[bool]) -> list[Any]:
     """Parameters as shares. A whole one remembers that the rest of it is there too.
 
     Inside a user's `shard_map` they may be typed as varying (cast for `jax.grad`): then only the
@@ -61,13 +59,11 @@ def gradients(
         elif leaf.layout is not None and not local:
             out[i] = ctx.split(x, leaf.layout)
     if local:
-        todo = [i for i, (leaf, s) in enumerate(zip(leaves, shares)) if leaf.trainable and not s]
+        todo = [i for i, (leaf, s) in enumerate(zip(leaves, shares, strict=True)) if leaf.trainable and not s]
         cut = [i for i in todo if leaves[i].layout is not None]
-        means = synchronise.mean_shares(
-            [arrays[i] for i in cut], [leaves[i].layout for i in cut], ctx.axes, options
-        )
+        means = synchronise.mean_shares([arrays[i] for i in cut], [leaves[i].cut for i in cut], ctx.axes, options)
         for i, x in zip(cut, means, strict=True):
-            out[i] = Split(x, leaves[i].layout)
+            out[i] = Split(x, leaves[i].cut)
         rest = [i for i in todo if leaves[i].layout is None]
         means = synchronise.mean_whole([arrays[i] for i in rest], ctx.axes, options)
         for i, x in zip(rest, means, strict=True):
@@ -83,9 +79,7 @@ def state(ctx: Context, arrays: Sequence[Any], leaves: Sequence[StateLeaf]) -> l
 def at_rest(ctx: Context, values: Sequence[Any]) -> list[jax.Array]:
     """The arrays to store: zeros in the padding, and never of weak type."""
     arrays = [ctx.masked(x) if isinstance(x, Split) else jnp.asarray(x) for x in values]
-    return [
-        lax.convert_element_type(x, x.dtype) if jax.typeof(x).weak_type else x for x in arrays
-    ]
+    return [lax.convert_element_type(x, x.dtype) if jax.typeof(x).weak_type else x for x in arrays]
 
 
 def _share(ctx: Context, x: Any, leaf: Any) -> Split:

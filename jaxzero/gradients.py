@@ -45,7 +45,7 @@ def value_and_grad(
         run = functools.partial(loss.outside, axes, leaves, arguments)
         if traced:
             return run(flat, arrays)
-        key = (axes, leaves, arguments, bool(jax.config.jax_enable_x64))
+        key = (axes, leaves, arguments, mesh.x64())
         return compiled.setdefault(key, jax.jit(run))(flat, arrays)
 
     return grad_fn
@@ -74,9 +74,7 @@ class Loss:
         (value, aux), grads = jax.value_and_grad(of, has_aux=True)(given)
         return value, aux, grads
 
-    def outside(
-        self, axes: Axes, leaves: Leaves, arguments: Arguments, params: Any, arrays: Any
-    ) -> Any:
+    def outside(self, axes: Axes, leaves: Leaves, arguments: Arguments, params: Any, arrays: Any) -> Any:
         """The global view: a region of the library's own around the loss."""
         options = self.options
         over = _batch_axes(options.mesh, axes)
@@ -89,10 +87,7 @@ class Loss:
             return _reduced(value, jax.tree.leaves(aux), grads, leaves, axes, options, whole)
 
         trainable = [leaf for leaf in leaves.leaves if leaf.trainable]
-        grad_specs = [
-            P() if whole or leaf.layout is None else leaf.layout.spec(axes.shard)
-            for leaf in trainable
-        ]
+        grad_specs = [P() if whole or leaf.layout is None else leaf.layout.spec(axes.shard) for leaf in trainable]
         # The one region without the type check: a program written for one device does not pass it
         # (a scan carry that starts as a constant), and without it autodiff inserts no reduction.
         run = jax.shard_map(
@@ -106,9 +101,7 @@ class Loss:
         value, aux, grads = run(params, arrays)
         return self._assemble(value, jax.tree.unflatten(aux_tree, aux), grads, leaves, whole)
 
-    def inside(
-        self, axes: Axes, leaves: Leaves, arguments: Arguments, params: Any, arrays: Any
-    ) -> Any:
+    def inside(self, axes: Axes, leaves: Leaves, arguments: Arguments, params: Any, arrays: Any) -> Any:
         """Inside a user's `shard_map`: types say what is local; every stage gives shares."""
         arrays = batches.fold(arguments.arrays, arrays, axes)
         params = [mesh.cast(x, axes.every) for x in params]
@@ -141,23 +134,17 @@ class Loss:
                 out.append(jnp.zeros(leaf.shape, leaf.dtype))
         return ((value, aux) if self.has_aux else value), leaves.unflatten(out)
 
-    def _check_aux(
-        self, axes: Axes, leaves: Leaves, arguments: Arguments, params: Any, arrays: Any
-    ) -> Any:
+    def _check_aux(self, axes: Axes, leaves: Leaves, arguments: Arguments, params: Any, arrays: Any) -> Any:
         """The structure of aux; refuses leaves that are no means and differ between devices."""
         if not self.has_aux:
             return jax.tree.structure(None)
         count = axes.n * axes.r
         local = [
-            jax.ShapeDtypeStruct(
-                (x.shape[0] // count, *x.shape[1:]) if a.cut else np.shape(x), jnp.result_type(x)
-            )
+            jax.ShapeDtypeStruct((x.shape[0] // count, *x.shape[1:]) if a.cut else np.shape(x), jnp.result_type(x))
             for a, x in zip(arguments.arrays, arrays, strict=True)
         ]
         known = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves.leaves]
-        fn = lambda p, b: _check_loss(
-            self.loss_fn(leaves.unflatten(p), *arguments.rebuild(b)), True
-        )[1]
+        fn = lambda p, b: _check_loss(self.loss_fn(leaves.unflatten(p), *arguments.rebuild(b)), True)[1]
         env = list(zip(axes.every, axes.sizes, strict=True))
         program = partition.trace(fn, known, local, axis_env=env)
         marks = [False] * len(known) + [a.cut or a.key for a in arguments.arrays]
@@ -182,9 +169,7 @@ def _reduced(
     layouts = [None if whole else leaf.layout for leaf in leaves.leaves if leaf.trainable]
     out: list[Any] = list(grads)
     cut = [i for i, layout in enumerate(layouts) if layout is not None]
-    shares = synchronise.mean_shares(
-        [grads[i] for i in cut], [layouts[i] for i in cut], axes, options
-    )
+    shares = synchronise.mean_shares([grads[i] for i in cut], [la for la in layouts if la is not None], axes, options)
     for i, x in zip(cut, shares, strict=True):
         out[i] = x
     rest = [i for i, layout in enumerate(layouts) if layout is None]
@@ -258,11 +243,6 @@ def _placed(
 ) -> tuple[list[Any], list[Any]]:
     over = _batch_axes(mesh_, axes)
     place = lambda path, x, spec, own: mesh.place(CALL, mesh_, path, x, spec, own)
-    params = [place(leaf.path, x, P(), axes.every) for leaf, x in zip(leaves.leaves, params)]
-    arrays = [
-        place((), x, a.spec(over), mesh_.axis_names)
-        for a, x in zip(arguments.arrays, arrays, strict=True)
-    ]
+    params = [place(leaf.path, x, P(), axes.every) for leaf, x in zip(leaves.leaves, params, strict=True)]
+    arrays = [place((), x, a.spec(over), mesh_.axis_names) for a, x in zip(arguments.arrays, arrays, strict=True)]
     return params, arrays
-
-

@@ -6,8 +6,10 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax import lax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 AxisNames = str | Sequence[str]
 
@@ -66,9 +68,7 @@ def check_axes(mesh: Any, shard_axis: AxisNames, replica_axis: AxisNames | None)
                     f"expected one of their names. Fix: pass {option}=<name> of one of them."
                 )
     if not shard:
-        raise ValueError(
-            "Zero: shard_axis is empty; expected the name of a mesh axis, or a tuple of names."
-        )
+        raise ValueError("Zero: shard_axis is empty; expected the name of a mesh axis, or a tuple of names.")
     if len(set(shard + replica)) < len(shard + replica):
         raise ValueError(
             f"Zero: shard_axis={shard_axis!r} and replica_axis={replica_axis!r} name one axis twice. "
@@ -97,9 +97,7 @@ def in_manual_region(call: str, shard: tuple[str, ...], replica: tuple[str, ...]
     return bool(inside)
 
 
-def resolve(
-    call: str, mesh: Any, shard: tuple[str, ...], replica: tuple[str, ...], manual: bool
-) -> Axes:
+def resolve(call: str, mesh: Any, shard: tuple[str, ...], replica: tuple[str, ...], manual: bool) -> Axes:
     """The axes with their sizes: from the bound axes inside a manual region, else from the mesh."""
     if manual:
         return Axes(shard, replica, tuple(lax.axis_size(a) for a in replica + shard))
@@ -117,15 +115,13 @@ def manual_axes(mesh: Any, axes: Axes) -> set[str]:
     Axes that the leaves do not use stay with the compiler where they are Auto. An Explicit one is
     taken along (nothing varies over it): its types would otherwise follow every slice.
     """
-    explicit = {a for a, t in zip(mesh.axis_names, mesh.axis_types) if t == AxisType.Explicit}
+    explicit = {a for a, t in zip(mesh.axis_names, mesh.axis_types, strict=True) if t == AxisType.Explicit}
     return {*axes.every} | explicit
 
 
 def region(mesh: Any, axes: Axes, f: Callable[..., Any], in_specs: Any, out_specs: Any) -> Any:
     """`shard_map` over the library's axes with the type check on: replicas provably agree."""
-    return jax.shard_map(
-        f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=manual_axes(mesh, axes)
-    )
+    return jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=manual_axes(mesh, axes))
 
 
 # --- types of values inside a manual region ------------------------------------------------------
@@ -146,10 +142,15 @@ def match(values: Sequence[Any]) -> list[Any]:
     """All values typed as varying over the union of their axes: a primitive bound by hand needs it."""
     types = [varying(x) for x in values]
     union = frozenset().union(*types)
-    return [x if t == union else cast(x, union) for x, t in zip(values, types)]
+    return [x if t == union else cast(x, union) for x, t in zip(values, types, strict=True)]
 
 
 # --- placement in the global view ----------------------------------------------------------------
+
+
+def x64() -> bool:
+    """Whether 64-bit types are on: a traced program depends on it."""
+    return bool(jnp.arange(0).dtype == np.int64)
 
 
 def is_traced(tree: Any) -> bool:
@@ -157,19 +158,14 @@ def is_traced(tree: Any) -> bool:
     return any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(tree))
 
 
-def place_all(
-    call: str, mesh: Mesh, paths: Sequence[Any] | None, arrays: Any, specs: Any, axes: Axes
-) -> list[Any]:
+def place_all(call: str, mesh: Any, paths: Sequence[Any] | None, arrays: Any, specs: Any, axes: Axes) -> list[Any]:
     """A flat list of arrays, each placed by its spec (or all by one)."""
     paths = [()] * len(arrays) if paths is None else paths
     specs = [specs] * len(arrays) if isinstance(specs, PartitionSpec) else specs
-    return [
-        place(call, mesh, path, x, spec, axes.every)
-        for path, x, spec in zip(paths, arrays, specs, strict=True)
-    ]
+    return [place(call, mesh, path, x, spec, axes.every) for path, x, spec in zip(paths, arrays, specs, strict=True)]
 
 
-def place(call: str, mesh: Mesh, path: Any, x: Any, spec: PartitionSpec, own: Sequence[str]) -> Any:
+def place(call: str, mesh: Any, path: Any, x: Any, spec: PartitionSpec, own: Sequence[str]) -> Any:
     """`x` placed as `spec` on the mesh; refuses a leaf that other mesh axes shard.
 
     Concrete arrays are moved. Traced ones are resharded where the mesh is Explicit; where it is Auto
@@ -187,6 +183,6 @@ def place(call: str, mesh: Mesh, path: Any, x: Any, spec: PartitionSpec, own: Se
     target = NamedSharding(mesh, spec)
     if not isinstance(x, jax.core.Tracer):
         return jax.device_put(x, target)
-    if AxisType.Explicit in mesh.axis_types and sharding.spec != spec:
+    if AxisType.Explicit in mesh.axis_types and (sharding is None or sharding.spec != spec):
         return jax.reshard(x, target)
     return x

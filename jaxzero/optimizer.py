@@ -89,14 +89,10 @@ class Update(Compiled):
             [_spec(leaf.layout, self.axes) for leaf in self.traced.changing],
         )
 
-    def __call__(
-        self, grads: Any, state: Any, params: Any, extra: Any, consts: Any, record: Any = None
-    ) -> Any:
+    def __call__(self, grads: Any, state: Any, params: Any, extra: Any, consts: Any, record: Any = None) -> Any:
         """Runs inside a manual region: reduce, evaluate the inner update on shares, gather."""
         ctx = Context(self.axes, self.options.bucket_bytes, record)
-        mean = entry.gradients(
-            ctx, self.options, grads, self.grads, self.split_grads, self.local
-        )
+        mean = entry.gradients(ctx, self.options, grads, self.grads, self.split_grads, self.local)
         inputs = self.traced.inputs(
             mean,
             entry.state(ctx, state, self.traced.state),
@@ -122,7 +118,4 @@ def _spec(layout: Layout | None, axes: Axes) -> PartitionSpec:
 
 
 def _given(leaves: tuple[Leaf, ...], shares: tuple[bool, ...], axes: Axes) -> list[PartitionSpec]:
-    return [
-        _spec(leaf.layout if is_share else None, axes)
-        for leaf, is_share in zip(leaves, shares, strict=True)
-    ]
+    return [_spec(leaf.layout if is_share else None, axes) for leaf, is_share in zip(leaves, shares, strict=True)]

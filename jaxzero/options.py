@@ -11,15 +11,15 @@ from jax.sharding import AbstractMesh, Mesh
 from . import mesh as meshes
 from .mesh import AxisNames
 
-#: Measured on 8 CPU devices and small leaves (`benchmarks/buckets.py`): beyond this, nothing is won.
-BUCKET_BYTES = 4 * 2**20
+#: Measured (`benchmarks/buckets.py`): from here on joining costs more in copies than it saves in calls.
+BUCKET_BYTES = 256 * 2**10
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
     """How training state is split; see `Zero`, which adds the operations."""
 
-    mesh: Mesh | AbstractMesh | None = None
+    mesh: Any = None
     _: dataclasses.KW_ONLY
     stage: int = 2
     shard_axis: AxisNames = "data"

@@ -45,9 +45,7 @@ def gather(options: Options, tree: Any) -> Any:
             continue
         layout = _layout("gather", options, path, x, axes)
         value = mesh.place("gather", options.mesh, path, x.value, layout.spec(axes.shard), axes.every)
-        cut = lambda x, layout=layout: collectives.all_gather(
-            [x], [layout], axes.shard, bucket_bytes=None
-        )[0]
+        cut = lambda x, layout=layout: collectives.all_gather([x], [layout], axes.shard, bucket_bytes=None)[0]
         run = mesh.region(options.mesh, axes, cut, layout.spec(axes.shard), P())
         out.append(jax.jit(run)(value))
     return jax.tree.unflatten(structure, out)
@@ -66,9 +64,8 @@ def specs(options: Options, tree: Any) -> Any:
             return sharding.spec
         shape, _ = shape_dtype(x)
         lead = int(options.stacked is not None and bool(options.stacked(path)))
-        layout = even_split(shape, axes.n, lead)
-        whole = layout is None or layout.kind == "flat"
-        return P() if whole else layout.spec(axes.shard)
+        stored = even_split(shape, axes.n, lead)
+        return P() if stored is None or stored.kind == "flat" else stored.spec(axes.shard)
 
     return jax.tree_util.tree_map_with_path(spec, tree, is_leaf=is_split)
 
@@ -90,8 +87,5 @@ def _outside(options: Options, call: str) -> None:
     _, manual = options.context(call)
     if manual:
         raise ValueError(
-            f"{call}: called inside shard_map. Expected the global view. Fix: call it outside and pass "
-            "its result in."
+            f"{call}: called inside shard_map. Expected the global view. Fix: call it outside and pass its result in."
         )
-
-

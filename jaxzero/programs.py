@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-import numpy as np
 import optax
 
 from .layout import is_split
@@ -132,7 +131,7 @@ class UpdateProgram:
     def results(self, out: list[Any]) -> tuple[list[Any], list[Any]]:
         """The program's results that are kept: `moving` and `changing`."""
         count = len(self.new.leaves)
-        new = [x for x, leaf in zip(out, self.new.leaves) if leaf.trainable]
+        new = [x for x, leaf in zip(out[:count], self.new.leaves, strict=True) if leaf.trainable]
         state = [x for x, leaf in zip(out[count:], self.new_state, strict=True) if not leaf.frozen]
         return new, state
 
@@ -186,14 +185,12 @@ def trace_update(
 
 def _logical(state: Any, initial: Any, grow: Callable[[Any], Any]) -> Any:
     """The given state at logical shapes: those of `inner.init`, or of a later step where it grew."""
-    tree, candidate = jax.tree.structure(state), initial
+    tree: Any = jax.tree.structure(state)
+    candidate = initial
     for _ in range(_GROWTHS):
         if jax.tree.structure(candidate) == tree:
             dtypes = [shape_dtype(x)[1] for x in jax.tree.leaves(state)]
-            avals = [
-                jax.ShapeDtypeStruct(x.shape, d)
-                for x, d in zip(jax.tree.leaves(candidate), dtypes, strict=True)
-            ]
+            avals = [jax.ShapeDtypeStruct(x.shape, d) for x, d in zip(jax.tree.leaves(candidate), dtypes, strict=True)]
             return jax.tree.unflatten(tree, avals)
         candidate = grow(candidate)
     paths = lambda t: {path_text(p) for p, _ in jax.tree_util.tree_leaves_with_path(t)}

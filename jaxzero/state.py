@@ -35,6 +35,12 @@ class Leaf:
     layout: Layout | None
 
     @property
+    def cut(self) -> Layout:
+        """The layout of a leaf that has one."""
+        assert self.layout is not None
+        return self.layout
+
+    @property
     def trainable(self) -> bool:
         """Integer, bool, key and empty leaves pass through."""
         return bool(jnp.issubdtype(self.dtype, jnp.inexact)) and 0 not in self.shape

@@ -28,9 +28,7 @@ def wire_dtype(dtype: Any, reduce_dtype: Any) -> Any:
     return jnp.promote_types(dtype, jnp.float32)
 
 
-def mean_shares(
-    local: Sequence[Array], layouts: Sequence[Layout], axes: Axes, options: Options
-) -> list[Array]:
+def mean_shares(local: Sequence[Array], layouts: Sequence[Layout], axes: Axes, options: Options) -> list[Array]:
     """The mean over devices of full local gradients; each device keeps its share.
 
     Stage 1 all-reduces over the shard axis and slices, stages 2 and 3 reduce-scatter; then one
@@ -42,9 +40,7 @@ def mean_shares(
         index = lax.axis_index(axes.shard)
         shares = [collectives.share(x, la, index) for x, la in zip(whole, layouts, strict=True)]
     else:
-        shares = collectives.reduce_scatter(
-            sent, layouts, axes.shard, bucket_bytes=options.bucket_bytes
-        )
+        shares = collectives.reduce_scatter(sent, layouts, axes.shard, bucket_bytes=options.bucket_bytes)
     if axes.replica:
         shares = collectives.all_reduce(shares, axes.replica, bucket_bytes=options.bucket_bytes)
     return [_receive(x, g.dtype, axes) for x, g in zip(shares, local, strict=True)]

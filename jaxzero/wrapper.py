@@ -1,5 +1,6 @@
 """The wrapped optimizer: the calls of Optax, in the global view and inside a user's `shard_map`."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -7,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
 from . import checks, mesh, programs
 from .layout import is_split
@@ -80,14 +81,12 @@ class Calls:
         axes, manual = self.options.context(call)
         g, g_arrays = self._leaves(call, grads, axes)
         p, p_arrays = (None, []) if params is None else self._leaves(call, params, axes)
-        if params is not None:
+        if p is not None:
             checks.same_leaves(call, grads, params)
             g = checks.gradients(call, g, g_arrays, p, manual)
         more, trees, others = programs.sort_extra(self.inner, extra, p or g, axes.n)
         leaves = (*g.leaves, *(leaf for t in more.trees.values() for leaf in t.leaves))
-        split = tuple(
-            _is_share(leaf, x, manual) for leaf, x in zip(leaves, [*g_arrays, *trees], strict=True)
-        )
+        split = tuple(_is_share(leaf, x, manual) for leaf, x in zip(leaves, [*g_arrays, *trees], strict=True))
         split_p = () if p is None else self._split_params(call, p, p_arrays, manual)
         s_arrays, s_tree = jax.tree.flatten(state)
 
@@ -126,12 +125,12 @@ class Calls:
         arrays = [
             [_abstract(x.shape, x.dtype, x.layout) for x in known],
             [_abstract(x.shape, x.dtype, x.layout) for x in traced.state],
-            [_abstract(x.shape, x.dtype, x.layout if c else None) for x, c in zip(known, cut_params)],
+            [_abstract(x.shape, x.dtype, x.layout if c else None) for x, c in zip(known, cut_params, strict=True)],
             [],
             [_abstract(np.shape(x), jnp.result_type(x), None) for x in traced.program.consts],
         ]
         record = Record()
-        observed = lambda *xs: body(*xs, record=record)
+        observed = functools.partial(body, record=record)
         region = mesh.region(self.options.mesh, axes, observed, body.in_specs, body.out_specs)
         jax.eval_shape(region, *arrays)
         return record, axes
@@ -144,9 +143,7 @@ class Calls:
         arrays = jax.tree.leaves(tree, is_leaf=is_split)
         return leaves_of(tree, axes.n, self.options.stacked), arrays
 
-    def _split_params(
-        self, call: str, leaves: Leaves, arrays: Sequence[Any], manual: bool
-    ) -> tuple[bool, ...]:
+    def _split_params(self, call: str, leaves: Leaves, arrays: Sequence[Any], manual: bool) -> tuple[bool, ...]:
         """Which parameters come as shares: flat ones wear it, rows are split at rest at stage 3."""
         out = []
         for leaf, x in zip(leaves.leaves, arrays, strict=True):
@@ -154,15 +151,13 @@ class Calls:
             share = is_split(x) or (self.options.stage == 3 and layout is not None)
             if share and layout is not None:
                 wanted = layout.local_shape if manual else layout.stored_shape
-                checks.stored_shape(
-                    call, "parameter", leaf.path, np.shape(bare(x)), wanted, layout.n
-                )
+                checks.stored_shape(call, "parameter", leaf.path, np.shape(bare(x)), wanted, layout.n)
             out.append(share and layout is not None)
         return tuple(out)
 
     def _keep(self, key: Any, make: Callable[[], Any]) -> Any:
         """The traced call for `key`, traced once unless it closed over values being traced."""
-        key = (*key, bool(jax.config.jax_enable_x64))
+        key = (*key, mesh.x64())
         try:
             kept = self._kept.get(key)
         except TypeError:  # an extra argument that cannot be hashed
@@ -194,9 +189,7 @@ class Calls:
 
     def _abstract_state(self, body: Init) -> list[jax.ShapeDtypeStruct]:
         return [
-            jax.ShapeDtypeStruct(
-                leaf.stored_shape, leaf.dtype, sharding=NamedSharding(self.options.mesh, spec)
-            )
+            jax.ShapeDtypeStruct(leaf.stored_shape, leaf.dtype, sharding=NamedSharding(self.options.mesh, spec))
             for leaf, spec in zip(body.state, body.out_specs, strict=True)
         ]
 
@@ -236,7 +229,5 @@ def _assemble(
         else:
             zero = np.zeros(leaf.shape, jax.dtypes.float0) if is_key(leaf.dtype) else None
             out.append(jnp.zeros(leaf.shape, leaf.dtype) if zero is None else zero)
-    state = [
-        s_arrays[i] if leaf.frozen else next(changed) for i, leaf in enumerate(traced.new_state)
-    ]
+    state = [s_arrays[i] if leaf.frozen else next(changed) for i, leaf in enumerate(traced.new_state)]
     return traced.new.unflatten(out), jax.tree.unflatten(traced.new_state_tree, state)

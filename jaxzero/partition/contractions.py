@@ -21,9 +21,9 @@ def dot_general(ctx: Context, eqn: Any, ins: list[Value]) -> list[Value] | None:
     sides = [(a, contract_a, batch_a), (b, contract_b, batch_b)]
     for i, j in ((0, 1), (1, 0)):
         (x, contract, batch), (y, other_contract, other_batch) = sides[i], sides[j]
-        if cuts[i] is None:
-            continue
         cut = cuts[i]
+        if cut is None:
+            continue
         if cut in contract or cut in batch:
             mine, other = (contract, other_contract) if cut in contract else (batch, other_batch)
             there = other[mine.index(cut)]

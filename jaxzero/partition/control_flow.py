@@ -17,11 +17,6 @@ Run = Callable[[Context, Any, list[Any], list[Value]], list[Value]]
 _ROUNDS = 8
 
 
-def _abstract(f: Callable[..., Any], *args: Any) -> Any:
-    """The forms of the results, without computing them."""
-    return jax.eval_shape(f, *args)
-
-
 def _form(x: Value) -> Layout | None:
     return x.layout if isinstance(x, Split) else None
 
@@ -43,12 +38,13 @@ def cond(run: Run, ctx: Context, eqn: Any, ins: list[Value]) -> list[Value]:
     def branch(program: Any, quiet: bool, forms: list[Layout | None] | None) -> Callable[..., Any]:
         def body(values: list[Value]) -> list[Value]:
             inner = ctx.child(quiet=quiet)
-            outs = run(inner, *program, values)
+            jaxpr, consts = program
+            outs = run(inner, jaxpr, consts, values)
             return outs if forms is None else _typed(inner, inner.settle(outs, forms))
 
         return body
 
-    outs = [_abstract(branch(p, True, None), operands) for p in programs]
+    outs = [jax.eval_shape(branch(p, True, None), operands) for p in programs]
     forms = [next((f for f in map(_form, column) if f is not None), None) for column in zip(*outs, strict=True)]
     return lax.switch(index, [branch(p, False, forms) for p in programs], operands)
 
@@ -73,9 +69,9 @@ def _carry_forms(
         return step(ctx.child(quiet=True), values)
 
     for _ in range(_ROUNDS):
-        values = _abstract(lambda c, f=tuple(forms): _typed(ctx, ctx.child(quiet=True).settle(c, f)), carry)
+        values = jax.eval_shape(lambda c, f=tuple(forms): _typed(ctx, ctx.child(quiet=True).settle(c, f)), carry)
         changed = False
-        for i, out in enumerate(_abstract(body, values)):
+        for i, out in enumerate(jax.eval_shape(body, values)):
             if forms[i] is None and isinstance(out, Split) and not pinned[i]:
                 forms[i], changed = out.layout, True
             elif forms[i] is not None and not isinstance(out, Split):
@@ -95,8 +91,7 @@ def scan(run: Run, ctx: Context, eqn: Any, ins: list[Value]) -> list[Value]:
 
     def step(inner: Context, values: list[Value], slices: list[Any]) -> list[Value]:
         layers = [
-            Split(s, x.layout.per_layer()) if isinstance(x, Split) else s
-            for x, s in zip(xs, slices, strict=True)
+            Split(s, x.layout.per_layer()) if isinstance(x, Split) else s for x, s in zip(xs, slices, strict=True)
         ]
         return run(inner, jaxpr, consts, [*closed, *values, *layers])
 
@@ -133,14 +128,14 @@ def while_(run: Run, ctx: Context, eqn: Any, ins: list[Value]) -> list[Value]:
     test, body = open_program(params["cond_jaxpr"]), open_program(params["body_jaxpr"])
 
     def step(inner: Context, c: list[Value]) -> list[Value]:
-        return run(inner, *body, [*body_consts, *c])
+        return run(inner, body[0], body[1], [*body_consts, *c])
 
     forms = _carry_forms(ctx, step, carry)
     carry = _typed(ctx, ctx.settle(carry, forms))
 
     def again(c: list[Value]) -> Any:
         inner = ctx.child()
-        return inner.settle(run(inner, *test, [*cond_consts, *c]), [None])[0]
+        return inner.settle(run(inner, test[0], test[1], [*cond_consts, *c]), [None])[0]
 
     def turn(c: list[Value]) -> list[Value]:
         inner = ctx.child()

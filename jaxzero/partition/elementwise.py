@@ -41,7 +41,7 @@ def _vmaps_to_itself(primitive: Any, params: tuple[Any, ...], dtypes: tuple[Any,
     try:
         with jax.sharding.use_abstract_mesh(EMPTY_MESH):
             jaxpr = jax.make_jaxpr(jax.vmap(jax.vmap(one)))(*avals).jaxpr
-    except Exception:  # any complaint about scalars says that it is not elementwise
+    except Exception:  # noqa: BLE001 - any complaint about scalars says that it is not elementwise
         return False
     return (
         len(jaxpr.eqns) == 1
@@ -79,9 +79,9 @@ def _pick(ins: list[Value], shape: tuple[int, ...]) -> Layout | None:
         if layout.shape == shape:
             return layout
     for layout in layouts:  # an operand with dimensions of size 1, still cut at a real one
-        if layout.kind == "rows" and len(layout.shape) == len(shape):
-            if layout.shape[layout.lead] == shape[layout.lead]:
-                return Layout(shape, layout.n, "rows", layout.lead)
+        lead = layout.lead
+        if layout.kind == "rows" and len(layout.shape) == len(shape) and layout.shape[lead] == shape[lead]:
+            return Layout(shape, layout.n, "rows", lead)
     return None
 
 
@@ -95,9 +95,7 @@ def on_spreads(eqn: Any, ins: list[Value]) -> list[Value] | None:
         if isinstance(value, (Split, Partial)) or np.ndim(value):
             return None
         scalars.append(value)
-    return [
-        Spread(y, v.aval.shape, ()) for y, v in zip(bind(eqn, scalars), eqn.outvars, strict=True)
-    ]
+    return [Spread(y, v.aval.shape, ()) for y, v in zip(bind(eqn, scalars), eqn.outvars, strict=True)]
 
 
 # --- partial sums --------------------------------------------------------------------------------
@@ -120,8 +118,7 @@ def on_partials(eqn: Any, ins: list[Value]) -> list[Value] | None:
     if not linear or out.size > max(x.local.size for x, s in zip(ins, sums, strict=True) if s):
         return None
     locals_ = [
-        x.local if s else x.value if isinstance(x, Spread) and not x.dims else x
-        for x, s in zip(ins, sums, strict=True)
+        x.local if s else x.value if isinstance(x, Spread) and not x.dims else x for x, s in zip(ins, sums, strict=True)
     ]
     return [Partial(y, "sum") for y in bind(eqn, locals_)]
 
@@ -129,6 +126,4 @@ def on_partials(eqn: Any, ins: list[Value]) -> list[Value] | None:
 def _all_whole(ins: list[Value], sums: list[bool]) -> bool:
     """Whether every other operand is there already; a spread one only if it is a scalar."""
     rest = [x for x, s in zip(ins, sums, strict=True) if not s]
-    return not any(
-        isinstance(x, (Split, Partial)) or (isinstance(x, Spread) and bool(x.dims)) for x in rest
-    )
+    return not any(isinstance(x, (Split, Partial)) or (isinstance(x, Spread) and bool(x.dims)) for x in rest)

@@ -41,7 +41,7 @@ class _Scope(dict):
         scope = self
         while True:
             if isinstance(atom, Literal):
-                return np.asarray(atom.val, atom.aval.dtype)
+                return np.asarray(atom.val, atom.aval.dtype)  # type: ignore[attr-defined]
             value = scope.get(atom, _MISSING)
             if isinstance(value, _Alias):
                 scope, atom = value.scope, value.atom
@@ -115,9 +115,7 @@ def _round(ctx: Context, work: Any, aside: list[Any], waited: list[Any]) -> None
 
 def _bound_as_it_is(ins: Sequence[Value]) -> bool:
     """Whether an inner program may be bound: its type check knows nothing of varying operands."""
-    return all(
-        not isinstance(x, (Split, Partial, Spread)) and not varying(x) for x in ins
-    )
+    return all(not isinstance(x, (Split, Partial, Spread)) and not varying(x) for x in ins)
 
 
 def _apply(ctx: Context, eqn: Any, ins: list[Value]) -> list[Value]:

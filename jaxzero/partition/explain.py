@@ -116,8 +116,7 @@ class Report:
         lines = [
             f"{self.local} equations on shares, {self.scalars} on scalars, "
             f"{sum(self.whole.values())} on whole arrays, over {self.n} devices",
-            f"{len(self.reductions)} values reduced across devices: {_size(self.bytes_reduced)} per "
-            "device and step",
+            f"{len(self.reductions)} values reduced across devices: {_size(self.bytes_reduced)} per device and step",
             *_groups(self.reductions),
             f"{len(self.gathers)} values gathered: {_size(self.bytes_gathered)} per device and step",
             *_groups(self.gathers),
@@ -144,7 +143,6 @@ def _groups(crossings: tuple[Crossing, ...]) -> list[str]:
     """One line for crossings that differ in nothing that is shown."""
     groups = collections.Counter((c.how, c.primitive, c.shape, c.dtype, c.times) for c in crossings)
     return [
-        f"  {count:4d} x {how:6s} {dtype}{list(shape)} for {name}"
-        + (f", {times} times" if times > 1 else "")
+        f"  {count:4d} x {how:6s} {dtype}{list(shape)} for {name}" + (f", {times} times" if times > 1 else "")
         for (how, name, shape, dtype, times), count in groups.items()
     ]

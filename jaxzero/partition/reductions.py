@@ -85,9 +85,7 @@ def _window(ctx: Context, x: Split, width: int, fill: Any) -> tuple[Any, Any]:
     rows = -(-k // width) + 1
     starts = [divmod(i * k, width) for i in range(ctx.n)]
     last = -(-layout.size // width)  # shares that are all padding start past the end
-    table = lambda values: lax.dynamic_index_in_dim(
-        np.array(values, np.int32), ctx.index, keepdims=False
-    )
+    table = lambda values: lax.dynamic_index_in_dim(np.array(values, np.int32), ctx.index, keepdims=False)
     first = table([min(row, last) for row, _ in starts])
     offset = table([column for _, column in starts])
     buffer = cast(lax.full((rows * width,), fill, x.dtype), varying(x.local))
@@ -95,9 +93,7 @@ def _window(ctx: Context, x: Split, width: int, fill: Any) -> tuple[Any, Any]:
     return buffer.reshape(rows, width), first
 
 
-def _trailing(
-    ctx: Context, eqn: Any, x: Split, split: int, how: str, fill: Any
-) -> Value:
+def _trailing(ctx: Context, eqn: Any, x: Split, split: int, how: str, fill: Any) -> Value:
     """Over the last dimensions: each device knows its own rows, and two of them in part."""
     shape = x.layout.shape
     window, first = _window(ctx, x, math.prod(shape[split:]), fill)
@@ -108,9 +104,7 @@ def _trailing(
     return Partial(out[:count].reshape(shape[:split]), how)
 
 
-def _leading(
-    ctx: Context, eqn: Any, x: Split, count: int, how: str, fill: Any
-) -> Value:
+def _leading(ctx: Context, eqn: Any, x: Split, count: int, how: str, fill: Any) -> Value:
     """Over the first dimensions: each device adds up the rows that it has."""
     shape = x.layout.shape
     window, _ = _window(ctx, x, math.prod(shape[count:]), fill)
@@ -137,7 +131,5 @@ def along(ctx: Context, eqn: Any, ins: list[Value]) -> list[Value] | None:
 
 RULES = {
     **dict.fromkeys(_HOW, reduce),
-    **dict.fromkeys(
-        ("argmax", "argmin", "cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "sort"), along
-    ),
+    **dict.fromkeys(("argmax", "argmin", "cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "sort"), along),
 }

@@ -33,9 +33,7 @@ def relabelled(layout: Layout, shape: Shape) -> Layout | None:
 def reshape(ctx: Context, eqn: Any, ins: list[Value]) -> list[Value] | None:
     """`reshape`, `squeeze`, `expand_dims`: row-major order is kept."""
     x = ins[0]
-    if len(ins) > 1 or eqn.params.get("dimensions") not in (None, ()) and (
-        eqn.primitive.name == "reshape"
-    ):
+    if len(ins) > 1 or eqn.params.get("dimensions") not in (None, ()) and (eqn.primitive.name == "reshape"):
         return None
     layout = relabelled(x.layout, eqn.outvars[0].aval.shape)
     return None if layout is None else [Split(x.local.reshape(layout.local_shape), layout)]
@@ -89,8 +87,7 @@ def concatenate(ctx: Context, eqn: Any, ins: list[Value]) -> list[Value] | None:
     if first.kind != "rows" or eqn.params["dimension"] == first.lead:
         return None
     n, lead = first.n, first.lead
-    locals_ = [ctx.split(x, Layout(v.aval.shape, n, "rows", lead)).local
-               for x, v in zip(ins, eqn.invars, strict=True)]
+    locals_ = [ctx.split(x, Layout(v.aval.shape, n, "rows", lead)).local for x, v in zip(ins, eqn.invars, strict=True)]
     (local,) = bind(eqn, locals_)
     return [Split(local, Layout(eqn.outvars[0].aval.shape, n, "rows", lead))]
 

@@ -24,9 +24,7 @@ from ..mesh import Axes, cast, varying
 Array = jax.Array
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["local"], meta_fields=["layout"]
-)
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["local"], meta_fields=["layout"])
 @dataclasses.dataclass(eq=False)
 class Split:
     """Each device holds its even share; entries in the padding are arbitrary until they are stored."""
@@ -66,9 +64,7 @@ class Partial:
         return self.local.dtype
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["value"], meta_fields=["shape", "dims"]
-)
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["value"], meta_fields=["shape", "dims"])
 @dataclasses.dataclass(eq=False)
 class Spread:
     """`broadcast_in_dim(value, shape, dims)`, made only where it is needed and only as large."""
@@ -165,17 +161,14 @@ class Context:
         """Makes values whole: one bucketed collective for each way of reducing, one for the gathers."""
         todo = list({id(x): x for x in values if x.whole is None}.values())
         for how, (reduce, prepare) in _REDUCE.items():
-            group = [x for x in todo if isinstance(x, Partial) and x.how == how]
-            sent = [prepare(x.local) for x in group]
-            done = collectives.all_reduce(
-                sent, self.axes.shard, bucket_bytes=self.bucket_bytes, reduce=reduce
-            )
-            for x, y in zip(group, done, strict=True):
-                x.whole = y.astype(x.dtype)
+            terms = [x for x in todo if isinstance(x, Partial) and x.how == how]
+            sent = [prepare(x.local) for x in terms]
+            done = collectives.all_reduce(sent, self.axes.shard, bucket_bytes=self.bucket_bytes, reduce=reduce)
+            for term, y in zip(terms, done, strict=True):
+                term.whole = y.astype(term.dtype)
         for x in todo:
             if isinstance(x, Partial) and x.how == "prod":
-                terms = lax.all_gather(x.local, self.axes.shard, to="invarying")
-                x.whole = lax.reduce_prod(terms, (0,))
+                x.whole = lax.reduce_prod(lax.all_gather(x.local, self.axes.shard, to="invarying"), (0,))
         splits = [x for x in todo if isinstance(x, Split)]
         gathered = collectives.all_gather(
             [x.local for x in splits],
@@ -183,8 +176,8 @@ class Context:
             self.axes.shard,
             bucket_bytes=self.bucket_bytes,
         )
-        for x, y in zip(splits, gathered, strict=True):
-            x.whole = y
+        for split, y in zip(splits, gathered, strict=True):
+            split.whole = y
 
     # --- shares ---
 
@@ -219,9 +212,7 @@ class Context:
             local = jnp.broadcast_to(local, layout.local_shape)
         return Split(cast(local, self.axes.shard), layout)
 
-    def settle(
-        self, values: Sequence[Value], layouts: Sequence[Layout | None], *, record: bool = True
-    ) -> list[Value]:
+    def settle(self, values: Sequence[Value], layouts: Sequence[Layout | None], *, record: bool = True) -> list[Value]:
         """Every value in the wanted form (`None`: whole), with one round of collectives for all."""
         need = []
         for x, layout in zip(values, layouts, strict=True):
