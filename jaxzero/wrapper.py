@@ -1,5 +1,6 @@
 """The wrapped optimizer: the calls of Optax, in the global view and inside a user's `shard_map`."""
 
+import contextvars
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,6 +19,9 @@ from .options import Options
 from .partition import Record
 from .state import Leaf, Leaves, bare, is_key, leaves_of, state_leaves, wear
 
+#: Set while an inner optimizer is traced: another wrapped one inside it is refused.
+_tracing: contextvars.ContextVar[bool] = contextvars.ContextVar("tracing", default=False)
+
 #: Traced calls that one optimizer keeps: structures, dtypes and callables rarely change.
 _KEPT = 32
 
@@ -29,7 +33,7 @@ class ShardedOptimizer(optax.GradientTransformationExtraArgs):
       calls: The calls behind it; `Zero.apply` and `Zero.explain` use them.
     """
 
-    calls: "Calls | None"
+    calls: "Calls | None" = None  # what `_replace` makes of it has none
 
     def __new__(cls, init: Any, update: Any, calls: "Calls | None" = None) -> "ShardedOptimizer":
         """The pair that Optax expects, with one more attribute."""
@@ -84,6 +88,8 @@ class Calls:
         if p is not None:
             checks.same_leaves(call, grads, params)
             g = checks.gradients(call, g, g_arrays, p, manual)
+        if manual:
+            checks.closures(call, extra, axes)
         more, trees, others = programs.sort_extra(self.inner, extra, p or g, axes.n)
         leaves = (*g.leaves, *(leaf for t in more.trees.values() for leaf in t.leaves))
         split = tuple(_is_share(leaf, x, manual) for leaf, x in zip(leaves, [*g_arrays, *trees], strict=True))
@@ -161,9 +167,9 @@ class Calls:
         try:
             kept = self._kept.get(key)
         except TypeError:  # an extra argument that cannot be hashed
-            return make()
+            return _traced(make)
         if kept is None:
-            kept = make()
+            kept = _traced(make)
             program = kept.program if isinstance(kept, Init) else kept.traced.program
             if not mesh.is_traced(program.consts):
                 if len(self._kept) >= _KEPT:
@@ -192,6 +198,19 @@ class Calls:
             jax.ShapeDtypeStruct(leaf.stored_shape, leaf.dtype, sharding=NamedSharding(self.options.mesh, spec))
             for leaf, spec in zip(body.state, body.out_specs, strict=True)
         ]
+
+
+def _traced(make: Callable[[], Any]) -> Any:
+    if _tracing.get():
+        raise ValueError(
+            "optimizer: a wrapped optimizer stands inside a wrapped optimizer. Expected a plain Optax optimizer "
+            "inside. Fix: wrap once, outermost: zero.optimizer(optax.chain(...))."
+        )
+    token = _tracing.set(True)
+    try:
+        return make()
+    finally:
+        _tracing.reset(token)
 
 
 def _is_share(leaf: Leaf, x: Any, manual: bool) -> bool:
