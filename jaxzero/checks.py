@@ -154,7 +154,7 @@ def local(call: str, body: Any, arrays: Sequence[Any], reduced: bool, no_params:
     for x, leaf in zip(state, body.traced.state, strict=True):
         wanted = leaf.layout.local_shape if leaf.layout else leaf.shape
         stored_shape(call, "state", leaf.path, np.shape(x), wanted, axes.n)
-        if leaf.layout is None:
+        if leaf.layout is None and axes.n > 1:  # one share is the whole, whatever its spec said
             whole(call, f"state leaf {path_text(leaf.path)!r}", [x], axes)
     whole(call, "an extra argument", extra, axes)
     whole(call, "an array that the optimizer or an extra argument closes over", consts, axes)

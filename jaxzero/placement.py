@@ -60,7 +60,7 @@ def specs(options: Options, tree: Any) -> Any:
             layout = _layout("specs", options, path, x, axes)
             return EvenSplit(layout.spec(axes.shard), x.shape)
         sharding = None if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None)
-        if isinstance(sharding, NamedSharding):
+        if isinstance(sharding, NamedSharding) and axes.n > 1:  # over one device JAX drops the axis
             return sharding.spec
         shape, _ = shape_dtype(x)
         lead = int(options.stacked is not None and bool(options.stacked(path)))

@@ -11,7 +11,7 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding
 
-from . import checks, mesh, programs
+from . import checks, mesh, programs, regions
 from .layout import is_split
 from .mesh import Axes
 from .optimizer import Init, Update
@@ -178,9 +178,9 @@ class Calls:
         return kept
 
     def _region(self, call: str, body: Any, paths: Sequence[Any]) -> Callable[..., Any]:
-        """`body` in a manual region of the library's own; called eagerly it is compiled once."""
+        """`body` in manual regions of the library's own; called eagerly it is compiled once."""
         options, axes = self.options, body.axes
-        run = mesh.region(options.mesh, axes, body, body.in_specs, body.out_specs)
+        run = body.once("_regions", lambda: regions.around(body))
 
         def call_(*arrays: Any) -> Any:
             placed = [
@@ -189,7 +189,7 @@ class Calls:
             ]
             if mesh.is_traced(placed):
                 return run(*placed)
-            return body.compiled(run)(*placed)
+            return body.once("_compiled", lambda: jax.jit(run))(*placed)
 
         return call_
 
