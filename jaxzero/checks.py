@@ -134,8 +134,10 @@ def local(call: str, body: Any, arrays: Sequence[Any], reduced: bool, no_params:
     axes: Axes = body.axes
     # A gradient that is never cut (a scalar) does not show whether it is reduced; its tree does: beside
     # shares, as value_and_grad gives them, it is the mean.
-    beside_shares = any(body.split_grads) and all(
-        share for leaf, share in zip(body.grads, body.split_grads, strict=True) if leaf.layout is not None
+    beside_shares = (
+        axes.n * axes.r == 1
+        or any(body.split_grads)
+        and all(share for leaf, share in zip(body.grads, body.split_grads, strict=True) if leaf.layout is not None)
     )
     for x, leaf, share in zip(grads, body.grads, body.split_grads, strict=True):
         if not leaf.trainable:

@@ -74,9 +74,7 @@ def gradients(
 
 def state(ctx: Context, arrays: Sequence[Any], leaves: Sequence[StateLeaf]) -> list[Any]:
     """Optimizer state; its leaves are stored as their layouts say."""
-    return [
-        _share(ctx, x, e) if e.layout else _first(x, ctx.axes.every) for x, e in zip(arrays, leaves, strict=True)
-    ]
+    return [_share(ctx, x, e) if e.layout else _first(x, ctx.axes.every) for x, e in zip(arrays, leaves, strict=True)]
 
 
 def at_rest(ctx: Context, values: Sequence[Any]) -> list[jax.Array]:

@@ -90,9 +90,9 @@ class Calls:
             g = checks.gradients(call, g, g_arrays, p, manual)
         if manual:
             checks.closures(call, extra, axes)
-        more, trees, others = programs.sort_extra(self.inner, extra, p or g, axes.n)
+        more, trees, others = programs.sort_extra(self.inner, extra, p or g, call, manual)
         leaves = (*g.leaves, *(leaf for t in more.trees.values() for leaf in t.leaves))
-        split = tuple(_is_share(leaf, x, manual) for leaf, x in zip(leaves, [*g_arrays, *trees], strict=True))
+        split = tuple(_is_share(leaf, x, axes, manual) for leaf, x in zip(leaves, [*g_arrays, *trees], strict=True))
         split_p = () if p is None else self._split_params(call, p, p_arrays, manual)
         s_arrays, s_tree = jax.tree.flatten(state)
 
@@ -213,15 +213,19 @@ def _traced(make: Callable[[], Any]) -> Any:
         _tracing.reset(token)
 
 
-def _is_share(leaf: Leaf, x: Any, manual: bool) -> bool:
-    """Whether a gradient comes as a share. In the global view every leaf cut in rows does."""
+def _is_share(leaf: Leaf, x: Any, axes: Axes, manual: bool) -> bool:
+    """Whether a gradient comes as a share. In the global view every leaf cut in rows does.
+
+    Over one device a share looks like the whole; only one that nobody has reduced varies over replicas.
+    """
     if leaf.layout is None:
         return False
     if is_split(x):
         return True
     if manual:
-        shape = np.shape(x)
-        return shape == leaf.layout.local_shape and shape != leaf.shape
+        shape, over = np.shape(x), mesh.varying(x)
+        alone = axes.n == 1 and over.issuperset(axes.shard) and not over & set(axes.replica)
+        return shape == leaf.layout.local_shape and (shape != leaf.shape or alone)
     return leaf.layout.kind == "rows"
 
 

@@ -213,7 +213,7 @@ class Zero(Options):
         options = Options(**{f.name: getattr(self, f.name) for f in dataclasses.fields(Options)})
         return gradients.value_and_grad(options, loss_fn, bool(has_aux), positions, bool(fold_keys))
 
-    def apply(self, tx: Any, grads: Any, opt_state: Any, params: Any) -> tuple[Any, Any]:
+    def apply(self, tx: Any, grads: Any, opt_state: Any, params: Any, **extra: Any) -> tuple[Any, Any]:
         """One optimizer step: update, add and cast on the share, then gather the new parameters once.
 
         Equal to `optax.apply_updates(params, tx.update(...)[0])`, with less temporary memory and, for
@@ -224,6 +224,7 @@ class Zero(Options):
           grads: As for `tx.update`.
           opt_state: The state of `tx.init`.
           params: The parameters.
+          **extra: Extra arguments of the inner `update` (`value=`, `value_fn=`, ...).
 
         Returns:
           `(new params, new state)`, placed as the old ones. Leaves that are not floating come back
@@ -242,7 +243,7 @@ class Zero(Options):
           Array([0.5, 0.5, 0.5], dtype=float32)
         """
         checks.wrapped(tx, wrapper.ShardedOptimizer)
-        return tx.calls.update("apply", grads, opt_state, params, {})
+        return tx.calls.update("apply", grads, opt_state, params, extra)
 
     def explain(self, inner: optax.GradientTransformation, params: Any) -> Report:
         """What the partitioner does with each equation of `inner.update`, and what it costs.
