@@ -61,7 +61,7 @@ def specs(options: Options, tree: Any) -> Any:
             return EvenSplit(layout.spec(axes.shard), x.shape)
         sharding = None if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None)
         if isinstance(sharding, NamedSharding) and axes.n > 1:  # over one device JAX drops the axis
-            return sharding.spec
+            return _short(sharding.spec)
         shape, _ = shape_dtype(x)
         lead = int(options.stacked is not None and bool(options.stacked(path)))
         stored = even_split(shape, axes.n, lead)
@@ -81,6 +81,14 @@ def _layout(call: str, options: Options, path: Any, x: EvenSplit, axes: Axes) ->
             "split for another mesh. Fix: use the Zero that split it."
         )
     return layout
+
+
+def _short(spec: PartitionSpec) -> PartitionSpec:
+    """Without the `None`s that Explicit meshes append."""
+    parts = list(spec)
+    while parts and parts[-1] is None:
+        parts.pop()
+    return P(*parts)
 
 
 def _outside(options: Options, call: str) -> None:

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import NamedSharding
 
 from . import checks, mesh, programs, regions
 from .layout import is_split
@@ -128,13 +127,14 @@ class Calls:
         cut_params = cut if self.options.stage == 3 else (False,) * len(cut)
         known = leaves.leaves
         body = Update(self.options, axes, traced, known, cut, False, known, cut_params)
-        arrays = [
-            [_abstract(x.shape, x.dtype, x.layout) for x in known],
-            [_abstract(x.shape, x.dtype, x.layout) for x in traced.state],
-            [_abstract(x.shape, x.dtype, x.layout if c else None) for x, c in zip(known, cut_params, strict=True)],
+        shapes: list[Any] = [
+            [(x.layout.stored_shape if x.layout else x.shape, x.dtype) for x in known],
+            [(x.stored_shape, x.dtype) for x in traced.state],
+            [(x.cut.stored_shape if c else x.shape, x.dtype) for x, c in zip(known, cut_params, strict=True)],
             [],
-            [_abstract(np.shape(x), jnp.result_type(x), None) for x in traced.program.consts],
+            [(np.shape(x), jnp.result_type(x)) for x in traced.program.consts],
         ]
+        arrays = [mesh.abstract(self.options.mesh, x, spec) for x, spec in zip(shapes, body.in_specs, strict=True)]
         record = Record()
         observed = functools.partial(body, record=record)
         region = mesh.region(self.options.mesh, axes, observed, body.in_specs, body.out_specs)
@@ -194,10 +194,8 @@ class Calls:
         return call_
 
     def _abstract_state(self, body: Init) -> list[jax.ShapeDtypeStruct]:
-        return [
-            jax.ShapeDtypeStruct(leaf.stored_shape, leaf.dtype, sharding=NamedSharding(self.options.mesh, spec))
-            for leaf, spec in zip(body.state, body.out_specs, strict=True)
-        ]
+        shapes = [(leaf.stored_shape, leaf.dtype) for leaf in body.state]
+        return mesh.abstract(self.options.mesh, shapes, body.out_specs)
 
 
 def _traced(make: Callable[[], Any]) -> Any:
@@ -232,10 +230,6 @@ def _is_share(leaf: Leaf, x: Any, axes: Axes, manual: bool) -> bool:
 def _reading(x: Any, leaf: Leaf) -> Any:
     """The array that stands for a gradient; nobody reads that of a leaf that passes through."""
     return bare(x) if leaf.trainable else jnp.zeros(())
-
-
-def _abstract(shape: Any, dtype: Any, layout: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(layout.stored_shape if layout else shape, dtype)
 
 
 def _assemble(
