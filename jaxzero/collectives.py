@@ -21,10 +21,16 @@ from .layout import Layout
 Array = jax.Array
 
 
+#: Leaves in a bucket in any case, and into how many buckets more leaves than that are dealt at most.
+MEMBERS, MORE = 256, 8
+
+
 def buckets(nbytes: Sequence[int], kinds: Sequence[Any], limit: int | None) -> list[list[int]]:
     """Which leaves travel together: a bucket is closed as soon as it holds `limit` bytes.
 
-    So there are at most `ceil(small bytes / limit)` buckets per kind, however many leaves there are.
+    So there are at most `ceil(small bytes / limit)` buckets per kind, however many leaves there are. Only
+    in trees of very many tiny leaves is a bucket closed by their number: each leaf is cut out of a bucket by
+    code of its own, the same code for the same place in another bucket. That adds at most `MORE` buckets.
 
     Args:
       nbytes: Bytes of each leaf on the wire.
@@ -38,6 +44,7 @@ def buckets(nbytes: Sequence[int], kinds: Sequence[Any], limit: int | None) -> l
       >>> buckets([10, 100, 10, 10], ["f"] * 4, 20)
       [[0, 2], [1], [3]]
     """
+    most = max(MEMBERS, -(-len(nbytes) // MORE))
     done: list[list[int]] = []
     open_: dict[Any, tuple[list[int], int]] = {}
     for i, (size, kind) in enumerate(zip(nbytes, kinds, strict=True)):
@@ -46,7 +53,7 @@ def buckets(nbytes: Sequence[int], kinds: Sequence[Any], limit: int | None) -> l
             continue
         members, total = open_.pop(kind, ([], 0))
         members, total = [*members, i], total + size
-        if total >= limit:
+        if total >= limit or len(members) >= most:
             done.append(members)
         else:
             open_[kind] = (members, total)

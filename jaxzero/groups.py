@@ -3,7 +3,8 @@
 The compiler's time for one manual region grows with the square of the arrays that enter and leave it
 (2,000 leaves of Adam are 14,000 arrays and take minutes). The parts of an elementwise optimizer touch
 each other only through scalars such as the step count, so each can have its own region; what they share
-is evaluated in each. Numbers, storage and the number of collectives do not change.
+is evaluated in each. Numbers and storage do not change; each part gathers its own results, so there are at
+most `MOST` times as many buckets.
 """
 
 import dataclasses
@@ -13,8 +14,8 @@ from typing import Any
 from ._compat import Literal, open_program
 from .partition.elementwise import is_elementwise
 
-#: Arrays in and out of a program up to which one region is compiled, and that a part may have.
-ONE_REGION, PART = 2048, 512
+#: Arrays in and out of a program up to which one region is compiled; those of a part; the most parts.
+ONE_REGION, PART, MOST = 4096, 768, 20
 
 _LOCAL = {"broadcast_in_dim", "reshape", "squeeze", "expand_dims"}
 
@@ -61,11 +62,12 @@ def parts(jaxpr: Any, leafy: Sequence[bool]) -> list[Part]:
     if count <= ONE_REGION or not _elementwise(jaxpr.eqns):
         return one
     groups = _components(jaxpr, leafy)
-    if max(len(g) for g in groups) * count > PART * len(jaxpr.outvars):
+    size = max(PART * len(jaxpr.outvars) // count, -(-len(jaxpr.outvars) // MOST))
+    if max(len(g) for g in groups) > size:
         return one
     bins: list[list[int]] = [[]]
     for group in groups:
-        if bins[-1] and (len(bins[-1]) + len(group)) * count > PART * len(jaxpr.outvars):
+        if bins[-1] and len(bins[-1]) + len(group) > size:
             bins.append([])
         bins[-1] += group
     return [_part(jaxpr, sorted(b)) for b in bins]

@@ -69,7 +69,6 @@ class Update(Kept):
     local: bool
     params: tuple[Leaf, ...]
     split_params: tuple[bool, ...]
-    gathers: bool = True
 
     @property
     def in_specs(self) -> Any:
@@ -107,8 +106,8 @@ class Update(Kept):
         return entry.at_rest(ctx, new), entry.at_rest(ctx, new_state)
 
     def rest(self, leaf: Leaf) -> Layout | None:
-        """The layout in which updates and parameters leave: whole at stages 1 and 2."""
-        return None if self.gathers and self.options.stage < 3 else leaf.layout
+        """The layout of updates and parameters between steps: whole at stages 1 and 2."""
+        return None if self.options.stage < 3 else leaf.layout
 
 
 _WHOLE = PartitionSpec()

@@ -4,9 +4,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jax.sharding import PartitionSpec
-
-from . import collectives, mesh
+from . import mesh
 from .groups import Part, parts
 from .optimizer import Init, Update
 from .partition import Program
@@ -62,7 +60,6 @@ def _update(call: Update) -> Callable[..., Any]:
         return _open(call)
     pieces = [_update_part(call, part, sizes) for part in found]
     regions = [(_open(piece), where) for piece, where in pieces]
-    gather = _gather(call)
 
     def run(*arrays: Any) -> Any:
         new: dict[int, Any] = {}
@@ -72,7 +69,7 @@ def _update(call: Update) -> Callable[..., Any]:
             new.update(zip(new_at, some_new, strict=True))
             state.update(zip(state_at, some_state, strict=True))
         in_order = lambda found: [found[i] for i in sorted(found)]
-        return gather(in_order(new)), in_order(state)
+        return in_order(new), in_order(state)
 
     return run
 
@@ -104,32 +101,7 @@ def _update_part(call: Update, part: Part, sizes: Sequence[int]) -> tuple[Update
         split_grads=tuple(_take(call.split_grads, grads)),
         params=tuple(_take(call.params, p)),
         split_params=tuple(_take(call.split_params, p)),
-        gathers=False,
     )
     moving = [i for i in new_at if traced.new.leaves[i].trainable]
     changing = [i for i in state_at if not traced.new_state[i].frozen]
     return piece, ((grads, s, p, e, part.consts), moving, changing)
-
-
-def _gather(call: Update) -> Callable[[list[Any]], list[Any]]:
-    """New parameters or updates of all parts, gathered together as those of one region would be."""
-    layouts = [leaf.layout for leaf in call.traced.moving]
-    cut = [i for i, layout in enumerate(layouts) if layout is not None]
-    if call.options.stage == 3 or not cut:
-        return lambda new: new
-    known = [layouts[i] for i in cut]
-
-    def body(shares: list[Any]) -> list[Any]:
-        size = call.options.bucket_bytes
-        return collectives.all_gather(shares, known, call.axes.shard, bucket_bytes=size)  # type: ignore[arg-type]
-
-    specs = [layout.spec(call.axes.shard) for layout in known if layout is not None]
-    region = mesh.region(call.options.mesh, call.axes, body, (specs,), PartitionSpec())
-
-    def run(new: list[Any]) -> list[Any]:
-        out = list(new)
-        for i, x in zip(cut, region(_take(new, cut)), strict=True):
-            out[i] = x
-        return out
-
-    return run

@@ -1,5 +1,6 @@
 """Open cases, group "buckets and layout"."""
 
+import itertools
 import time
 
 import checks
@@ -30,8 +31,11 @@ def mean_of_weights(zero):
 BOUNDARY = {"a": normal(0, 8, 8), "b": normal(1, 63), "c": normal(2, 65), "d": normal(3, 1)}  # 64, 63, 65, 1: 193
 
 
-@pytest.mark.parametrize("elements", [0.25, 1, 63, 64, 65, 128, 192, 193, 194, 10**9, None])
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize(
+    ("setting", "elements"),
+    [("stage 2, 8", size) for size in (0.25, 1, 63, 64, 65, 128, 192, 193, 194, 10**9, None)]
+    + list(itertools.product([s for s in SETTINGS if s != "stage 2, 8"], (63, 64, 193, 194))),
+)
 def test_jz_019_every_leaf_is_reduced_once_for_every_bucket_size(setting, elements):
     """Also where a leaf is exactly as large as the bucket."""
     zero = checks.make_zero(setting, bucket_bytes=None if elements is None else int(4 * elements))
@@ -42,7 +46,7 @@ def test_jz_019_every_leaf_is_reduced_once_for_every_bucket_size(setting, elemen
     checks.assert_params_equal(got.params, want, rtol=2e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("elements", [1, 64, 193, 10**9, None])
+@pytest.mark.parametrize("elements", [64, 193, None])
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_jz_019_gradients_for_every_bucket_size(setting, elements):
     batch = checks.quadratic_batches(1)[0]
@@ -54,9 +58,10 @@ def test_jz_019_gradients_for_every_bucket_size(setting, elements):
 LARGE, SMALL = (128, 128), (5,)
 
 
-@pytest.mark.parametrize("order", ["first", "last", "only"])
+@pytest.mark.parametrize(
+    ("setting", "order"), [*zip(SETTINGS, ["first", "last", "only", "first"], strict=True), ("stage 2, 8", "only")]
+)
 @pytest.mark.parametrize("reduce_dtype", [None, jnp.bfloat16])
-@pytest.mark.parametrize("setting", SETTINGS)
 def test_jz_020_leaf_larger_than_the_bucket(setting, reduce_dtype, order):
     """It travels alone; no collective is empty; low-precision reduction is right to its own precision."""
     params = {"only": {"m": LARGE}, "first": {"a": LARGE, "m": SMALL}, "last": {"a": SMALL, "m": LARGE}}[order]
@@ -85,18 +90,23 @@ def test_jz_020_low_precision_is_really_on_the_wire(stage, mesh8):
 MANY = {f"w{i:03d}": (8, 16) for i in range(300)}
 
 
-@pytest.mark.parametrize(("way", "limit"), [("apply", None), ("update", None), ("apply", 100 * 8 * 16 * 4)])
-def test_jz_022_collectives_do_not_grow_with_the_leaves(mesh8, way, limit):
-    """300 leaves: at most 2 reduce-scatters and 2 gathers with the default bucket, 3 each with a third of the bytes."""
-    options = {} if limit is None else {"bucket_bytes": limit}
-    zero = jaxzero.Zero(mesh8, stage=2, **options)
-    rows = hlo.step_collectives(zero, optax.adamw(1e-3), {k: jnp.ones(s) for k, s in MANY.items()}, way)
-    expected = 2 if limit is None else 3
-    assert 1 <= hlo.count(rows, "reduce-scatter") <= expected
-    assert 1 <= hlo.count(rows, "all-gather") <= expected
+def test_jz_022_collectives_do_not_grow_with_the_leaves(mesh8):
+    """300 leaves: at most 2 reduce-scatters and 2 gathers with the default bucket."""
+    zero = jaxzero.Zero(mesh8, stage=2)
+    rows = hlo.step_collectives(zero, optax.sgd(1e-3), {k: jnp.ones(s) for k, s in MANY.items()})
+    assert 1 <= hlo.count(rows, "reduce-scatter") <= 2
+    assert 1 <= hlo.count(rows, "all-gather") <= 2
     assert hlo.count(rows, "all-reduce") <= 1  # the loss
-    total = 300 * 8 * 16 * 4
-    assert hlo.nbytes(rows, "reduce-scatter") == hlo.nbytes(rows, "all-gather") == total
+    assert hlo.nbytes(rows, "reduce-scatter") == hlo.nbytes(rows, "all-gather") == 300 * 8 * 16 * 4
+
+
+@pytest.mark.parametrize("way", ["apply", "update"])
+def test_jz_022_count_of_buckets(mesh8, way):
+    """A bucket of a third of the bytes: three of each."""
+    zero = jaxzero.Zero(mesh8, stage=2, bucket_bytes=10 * 8 * 16 * 4)
+    rows = hlo.step_collectives(zero, optax.adamw(1e-3), {k: jnp.ones(s) for k, s in list(MANY.items())[:30]}, way)
+    assert hlo.count(rows, "reduce-scatter") == hlo.count(rows, "all-gather") == 3
+    assert hlo.nbytes(rows, "reduce-scatter") == hlo.nbytes(rows, "all-gather") == 30 * 8 * 16 * 4
 
 
 def test_jz_022_without_buckets_every_leaf_travels_alone(mesh8):
@@ -153,7 +163,7 @@ def test_jz_023_order_of_leaves_does_not_matter(setting):
         np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.parametrize("limit", [None, 1, 5 * 4, 12 * 4, 100 * 4])
+@pytest.mark.parametrize("limit", [None, 5 * 4, 12 * 4, 100 * 4])
 @pytest.mark.parametrize("world", [8, 4, 3])
 def test_jz_025_offsets_over_several_buckets(world, limit):
     """Every leaf of every bucket comes back where it was: a single bucket cannot show a shift."""
@@ -220,10 +230,11 @@ def lowered_step(zero, leaves):
 
 def test_jz_028_program_per_leaf_is_constant(mesh8):
     zero = jaxzero.Zero(mesh8, stage=2)
-    few, many = (hlo.instructions(lowered_step(zero, n).compile().as_text()) for n in (50, 200))
-    assert many <= 4.4 * few
-    rows = hlo.collectives(lowered_step(zero, 200).compile().as_text())
-    assert len(rows) <= 4  # the norm, and the gather of the new parameters
+    few, many = (lowered_step(zero, n).compile().as_text() for n in (20, 80))
+    assert hlo.instructions(many) <= 4.4 * hlo.instructions(few)
+    assert (
+        len(hlo.collectives(few)) == len(hlo.collectives(many)) <= 4
+    )  # the norm, and the gather of the new parameters
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import AbstractMesh
@@ -103,12 +104,17 @@ def on_spreads(eqn: Any, ins: list[Value]) -> list[Value] | None:
 # --- partial sums --------------------------------------------------------------------------------
 
 _ADDITIVE = {"add", "add_any", "sub"}
+#: Equations that may keep a partial sum partial, depending on their other operands.
+LINEAR = _ADDITIVE | {"mul", "div"}
 _UNARY = {"neg", "real", "imag", "copy", "copy_p", "reshape", "squeeze", "expand_dims", "transpose"}
 
 
-def on_partials(eqn: Any, ins: list[Value]) -> list[Value] | None:
+def on_partials(ctx: Context, eqn: Any, ins: list[Value]) -> list[Value] | None:
     """Linear equations keep a sum partial, so that it crosses devices once, as late as possible."""
     name = eqn.primitive.name
+    size = max((x.local.size for x in ins if isinstance(x, Partial)), default=0)
+    if name in _ADDITIVE and size:
+        ins = [_on_one_device(ctx, x) if _ready(x) and np.size(_value(x)) <= size else x for x in ins]
     sums = [isinstance(x, Partial) and x.how == "sum" and x.whole is None for x in ins]
     linear = (
         (name in _ADDITIVE and all(sums))
@@ -123,6 +129,20 @@ def on_partials(eqn: Any, ins: list[Value]) -> list[Value] | None:
         x.local if s else x.value if isinstance(x, Spread) and not x.dims else x for x, s in zip(ins, sums, strict=True)
     ]
     return [Partial(y, "sum") for y in bind(eqn, locals_)]
+
+
+def _value(x: Value) -> Value:
+    return x.value if isinstance(x, Spread) else x
+
+
+def _ready(x: Value) -> bool:
+    return not isinstance(x, (Split, Partial)) and not (isinstance(x, Spread) and x.dims)
+
+
+def _on_one_device(ctx: Context, x: Value) -> Partial:
+    """A whole value as a sum over devices: the first has all of it. So a chain of sums stays partial."""
+    x = jnp.asarray(_value(x))
+    return Partial(jnp.where(ctx.index == 0, x, jnp.zeros_like(x)), "sum")
 
 
 def _all_whole(ins: list[Value], sums: list[bool]) -> bool:

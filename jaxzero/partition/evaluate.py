@@ -99,18 +99,26 @@ def _round(ctx: Context, work: Any, aside: list[Any], waited: list[Any]) -> None
             stack.extend((e, inner) for e in reversed(jaxpr.eqns))
             continue
         if missing:
+            if eqn.primitive.name not in elementwise.LINEAR:  # it will need these whole in any case
+                early = [x for x in ins if isinstance(x, Partial)]
+                _note_wait(ctx, eqn, early)
+                waited += early
             aside.append((eqn, scope))
             continue
         try:
             outs = _apply(ctx, eqn, ins)
         except Wait as wait:
-            if ctx.record is not None:
-                ctx.record.wait(eqn, wait.values, ctx.times)
+            _note_wait(ctx, eqn, wait.values)
             waited += wait.values
             aside.append((eqn, scope))
             continue
         for v, x in zip(eqn.outvars, outs, strict=True):
             scope[v] = x
+
+
+def _note_wait(ctx: Context, eqn: Any, values: Sequence[Any]) -> None:
+    if ctx.record is not None and values:
+        ctx.record.wait(eqn, list(values), ctx.times)
 
 
 def _bound_as_it_is(ins: Sequence[Value]) -> bool:
@@ -141,7 +149,7 @@ def _apply(ctx: Context, eqn: Any, ins: list[Value]) -> list[Value]:
 
 def _candidates(ctx: Context, eqn: Any, name: str) -> Any:
     """The rules that may apply, in order, with what each is called in the record."""
-    yield lambda ins: elementwise.on_partials(eqn, ins), "local"
+    yield lambda ins: elementwise.on_partials(ctx, eqn, ins), "local"
     if name in _RULES:
         yield lambda ins: _RULES[name](ctx, eqn, ins) if _for_rules(name, ins) else None, "local"
     elif elementwise.is_elementwise(eqn):
