@@ -4,7 +4,9 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
+from jax.extend.core import jaxpr_as_fun
 
 from .._compat import open_program, scan_parts
 from ..layout import Layout
@@ -27,6 +29,15 @@ def _plain(ctx: Context, values: list[Value]) -> list[Value]:
     if partial:
         ctx.whole(partial)
     return [ctx.whole([x])[0] if isinstance(x, (Partial, Spread)) else x for x in values]
+
+
+def _entering(values: list[Value]) -> list[Value]:
+    """Values that a loop closes over, each as an object of its own: what is gathered inside stays inside."""
+    inner = [Split(x.local, x.layout) if isinstance(x, Split) else x for x in values]
+    for x, y in zip(values, inner, strict=True):
+        if isinstance(x, Split):
+            y.whole = x.whole
+    return inner
 
 
 def cond(run: Run, ctx: Context, eqn: Any, ins: list[Value]) -> list[Value]:
@@ -91,17 +102,20 @@ def scan(run: Run, ctx: Context, eqn: Any, ins: list[Value]) -> list[Value]:
     closed, carry = _plain(ctx, closed), _plain(ctx, carry)
     xs = [x if isinstance(x, Split) and x.layout.lead else ctx.whole([x])[0] for x in xs]
     length = eqn.params["length"]
+    if not length:  # nothing runs, and there is no first layer to look at
+        return [*carry, *(lax.full(v.aval.shape, 0, v.aval.dtype) for v in eqn.outvars[len(carry) :])]
 
     def step(inner: Context, values: list[Value], slices: list[Any]) -> list[Value]:
         layers = [
             Split(s, x.layout.per_layer()) if isinstance(x, Split) else s for x, s in zip(xs, slices, strict=True)
         ]
-        return run(inner, jaxpr, consts, [*closed, *values, *layers])
+        return run(inner, jaxpr, consts, [*_entering(closed), *values, *layers])
 
     scanned = [x.local if isinstance(x, Split) else x for x in xs]
-    first = jax.eval_shape(lambda xs: [lax.index_in_dim(x, 0, keepdims=False) for x in xs], scanned)
     carries = len(carry)
-    forms = _carry_forms(ctx, lambda inner, c: step(inner, c, first)[:carries], carry)
+    forms = _carry_forms(
+        ctx, lambda inner, c: step(inner, c, [lax.index_in_dim(x, 0, keepdims=False) for x in scanned])[:carries], carry
+    )
     carry = _typed(ctx, ctx.settle(carry, forms))
 
     def body(c: list[Value], slices: list[Any]) -> tuple[list[Value], list[Value]]:
@@ -128,23 +142,49 @@ def while_(run: Run, ctx: Context, eqn: Any, ins: list[Value]) -> list[Value]:
     values = _plain(ctx, list(ins))
     cond_consts, rest = values[:for_cond], values[for_cond:]
     body_consts, carry = rest[:for_body], rest[for_body:]
-    test, body = open_program(params["cond_jaxpr"]), open_program(params["body_jaxpr"])
+    test, body = params["cond_jaxpr"], params["body_jaxpr"]
+    if test.out_avals[0].shape:
+        test, body = _each_for_itself(test, body, len(cond_consts), len(body_consts))
+        body_consts = [*cond_consts, *body_consts]
+    test, body = open_program(test), open_program(body)
 
     def step(inner: Context, c: list[Value]) -> list[Value]:
-        return run(inner, body[0], body[1], [*body_consts, *c])
+        return run(inner, body[0], body[1], [*_entering(body_consts), *c])
 
     forms = _carry_forms(ctx, step, carry)
     carry = _typed(ctx, ctx.settle(carry, forms))
 
     def again(c: list[Value]) -> Any:
         inner = ctx.child()
-        return inner.settle(run(inner, test[0], test[1], [*cond_consts, *c]), [None])[0]
+        return inner.settle(run(inner, test[0], test[1], [*_entering(cond_consts), *c]), [None])[0]
 
     def turn(c: list[Value]) -> list[Value]:
         inner = ctx.child()
         return _typed(inner, inner.settle(step(inner, c), forms))
 
     return lax.while_loop(again, turn, carry)
+
+
+def _each_for_itself(test: Any, body: Any, test_consts: int, body_consts: int) -> tuple[Any, Any]:
+    """The programs of a loop that `vmap` made, with one predicate for each example.
+
+    The loop goes on while any example does, and one that has ended keeps its carry. JAX leaves this to its
+    compiler; here it is part of the programs. The body takes the constants of the test too.
+    """
+    test_of, body_of = jaxpr_as_fun(test), jaxpr_as_fun(body)
+
+    def again(*operands: Any) -> Any:
+        return jnp.any(test_of(*operands)[0])
+
+    def turn(*operands: Any) -> list[Any]:
+        consts, rest = operands[:test_consts], operands[test_consts:]
+        carry = rest[body_consts:]
+        (goes_on,) = test_of(*consts, *carry)
+        apart = [lax.broadcast_in_dim(goes_on, x.shape, range(goes_on.ndim)) for x in carry]
+        return [lax.select(p, new, old) for p, new, old in zip(apart, body_of(*rest), carry, strict=True)]
+
+    avals = [*test.in_avals[:test_consts], *body.in_avals]
+    return jax.make_jaxpr(again)(*test.in_avals), jax.make_jaxpr(turn)(*avals)
 
 
 RULES = {"cond": cond, "scan": scan, "while": while_}

@@ -118,8 +118,8 @@ def on_partials(ctx: Context, eqn: Any, ins: list[Value]) -> list[Value] | None:
     sums = [isinstance(x, Partial) and x.how == "sum" and x.whole is None for x in ins]
     linear = (
         (name in _ADDITIVE and all(sums))
-        or (name == "mul" and sum(sums) == 1 and _all_whole(ins, sums))
-        or (name == "div" and sums == [True, False] and _all_whole(ins, sums))
+        or (name == "mul" and sum(sums) == 1 and _known(ins[sums.index(False)]))
+        or (name == "div" and sums == [True, False] and _is_divisor(ins[1]))
         or (name in _UNARY and sums == [True])
     )
     out = eqn.outvars[0].aval
@@ -145,7 +145,11 @@ def _on_one_device(ctx: Context, x: Value) -> Partial:
     return Partial(jnp.where(ctx.index == 0, x, jnp.zeros_like(x)), "sum")
 
 
-def _all_whole(ins: list[Value], sums: list[bool]) -> bool:
-    """Whether every other operand is there already; a spread one only if it is a scalar."""
-    rest = [x for x, s in zip(ins, sums, strict=True) if not s]
-    return not any(isinstance(x, (Split, Partial)) or (isinstance(x, Spread) and bool(x.dims)) for x in rest)
+def _known(x: Value) -> bool:
+    """Whether a factor is a finite constant. By any other a device's term of zero might become NaN."""
+    return _ready(x) and isinstance(_value(x), (np.ndarray, np.generic)) and bool(np.isfinite(_value(x)).all())
+
+
+def _is_divisor(x: Value) -> bool:
+    """Whether dividing the terms divides their sum: not for integers, which are rounded."""
+    return _known(x) and jnp.issubdtype(x.dtype, jnp.inexact) and bool(np.all(_value(x)))

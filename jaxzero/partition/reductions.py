@@ -42,6 +42,9 @@ def reduce(ctx: Context, eqn: Any, ins: list[Value]) -> list[Value] | None:
     (x,) = ins
     how = _HOW[eqn.primitive.name]
     axes = tuple(eqn.params["axes"])
+    bitwise = eqn.primitive.name in ("reduce_and", "reduce_or") and x.dtype != np.bool_
+    if bitwise or (how in ("max", "min") and jnp.issubdtype(x.dtype, jnp.complexfloating)):
+        return None  # devices have no such reduction
     if isinstance(x, Partial):  # a sum of sums, a maximum of maxima
         return [Partial(bind(eqn, [x.local])[0], how)] if x.how == how else None
     if x.layout.kind == "rows":

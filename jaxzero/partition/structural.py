@@ -13,6 +13,8 @@ from .values import Context, Split, Value
 def relabelled(layout: Layout, shape: Shape) -> Layout | None:
     """The layout of a row-major reshape to `shape` in which every device keeps what it has."""
     n = layout.n
+    if not shape:  # a scalar is never split
+        return None
     if layout.kind == "flat":
         before = math.prod(layout.shape[: layout.lead])
         if layout.lead == 0:
