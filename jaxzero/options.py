@@ -47,8 +47,8 @@ class Options:
             )
         if self.stage not in STAGES or isinstance(self.stage, bool):
             raise ValueError(
-                f"Zero: stage={self.stage!r}. Expected one of {STAGES}. Fix: stage=2 splits optimizer "
-                "state and gradients, stage=1 optimizer state alone."
+                f"Zero: stage={self.stage!r}. Expected one of {STAGES}. Fix: stage=1 splits optimizer "
+                "state, stage=2 gradients too, stage=3 parameters too."
             )
         size = self.bucket_bytes
         if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
@@ -81,7 +81,7 @@ class Options:
         return meshes.resolve(call, self.mesh, self.shard_axes, self.replica_axes, manual), manual
 
 
-STAGES = (1, 2)
+STAGES = (1, 2, 3)
 
 
 def _check_dtype(dtype: Any) -> None:
