@@ -13,6 +13,12 @@ from .mesh import AxisNames
 
 #: Measured (`benchmarks/buckets.py`): from here on joining costs more in copies than it saves in calls.
 BUCKET_BYTES = 256 * 2**10
+#: How many large gathers of stage 3 may run ahead of the computation.
+PREFETCH = 2
+#: Parameters up to this size stay whole from their first use to the end of the backward pass.
+PERSIST_BYTES = 64 * 2**10
+#: Smaller parameters of stage 3 travel together.
+CHUNK_BYTES = 1 * 2**20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +32,11 @@ class Options:
     replica_axis: AxisNames | None = None
     bucket_bytes: int | None = BUCKET_BYTES
     reduce_dtype: Any = None
-    stacked: Callable[[Any], bool] | None = None
+    stacked: Callable[[Any], int] | None = None
+    prefetch: int = PREFETCH
+    persist_bytes: int = PERSIST_BYTES
+    chunk_bytes: int | None = CHUNK_BYTES
+    observed: Any = None
 
     def __new__(cls, *args: Any, **options: Any) -> "Options":
         """Refuses unknown options by name, with the nearest known one."""
