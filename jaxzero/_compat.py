@@ -20,9 +20,8 @@ def open_program(program: Any) -> tuple[Any, list[Any]]:
     In 0.10 a closed and an open program are two classes, in 0.12 one; only the closed kind has
     constants.
     """
-    if hasattr(program, "jaxpr"):
-        return program.jaxpr, list(program.consts)
-    return program, list(getattr(program, "consts", ()))
+    consts = list(getattr(program, "consts", ()))
+    return (program.jaxpr if hasattr(program, "jaxpr") else program), consts
 
 
 def scan_parts(eqn: Any, operands: list[Any]) -> tuple[list[Any], list[Any], list[Any]]:

@@ -1,6 +1,6 @@
 """What is refused at once: gradients and state that do not fit, each by leaf path, with the fix."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding
 
 from .layout import is_split
 from .mesh import Axes, path_text, varying
-from .state import Leaf, Leaves, StateLeaf
+from .state import Leaf, Leaves, StateLeaf, shape_dtype
 
 
 def same_leaves(call: str, grads: Any, params: Any) -> None:
@@ -26,7 +26,7 @@ def same_leaves(call: str, grads: Any, params: Any) -> None:
         if path in found and found[path] is None:
             raise ValueError(
                 f"{call}: gradient leaf {path_text(path)!r} is None where the parameters have an "
-                f"array of shape {wanted[path].shape}. Expected an array; an unused parameter has a "
+                f"array of shape {shape_dtype(wanted[path])[0]}. Expected an array; an unused parameter has a "
                 "zero gradient. Fix: jnp.zeros_like(param), or optax.masked inside the wrapper."
             )
     missing = [p for p in wanted if p not in found]
@@ -36,7 +36,8 @@ def same_leaves(call: str, grads: Any, params: Any) -> None:
     if missing and (not extra or strange):
         path = missing[0]
         raise ValueError(
-            f"{call}: the gradients lack leaf {path_text(path)!r}. Found {len(found)} leaves; expected "
+            f"{call}: the gradients lack leaf {path_text(path)!r} of shape "
+            f"{shape_dtype(wanted[path])[0]}. Found {len(found)} leaves; expected "
             f"the parameters' {len(wanted)}. An unused parameter has a zero gradient. Fix: pass "
             "jnp.zeros_like(param) there, or leave it out of the parameters too."
         )
@@ -131,6 +132,13 @@ def local(call: str, body: Any, arrays: Sequence[Any], reduced: bool, no_params:
     """Inside `shard_map`: every array must have the type that its place demands."""
     grads, state, _, extra, consts = arrays
     axes: Axes = body.axes
+    # A gradient that is never cut (a scalar) does not show whether it is reduced; its tree does: beside
+    # shares, as value_and_grad gives them, it is the mean.
+    beside_shares = (
+        axes.n * axes.r == 1
+        or any(body.split_grads)
+        and all(share for leaf, share in zip(body.grads, body.split_grads, strict=True) if leaf.layout is not None)
+    )
     for x, leaf, share in zip(grads, body.grads, body.split_grads, strict=True):
         if not leaf.trainable:
             continue
@@ -141,14 +149,14 @@ def local(call: str, body: Any, arrays: Sequence[Any], reduced: bool, no_params:
             )
         if share:
             _share(call, leaf, x, axes)
-        elif reduced:
+        elif reduced or (beside_shares and not set(axes.every) & varying(x)):
             _mean(call, leaf, x, axes)
         else:
             _own(call, leaf, x, axes)
     for x, leaf in zip(state, body.traced.state, strict=True):
         wanted = leaf.layout.local_shape if leaf.layout else leaf.shape
         stored_shape(call, "state", leaf.path, np.shape(x), wanted, axes.n)
-        if leaf.layout is None:
+        if leaf.layout is None and axes.n > 1:  # one share is the whole, whatever its spec said
             whole(call, f"state leaf {path_text(leaf.path)!r}", [x], axes)
     whole(call, "an extra argument", extra, axes)
     whole(call, "an array that the optimizer or an extra argument closes over", consts, axes)
@@ -194,6 +202,28 @@ def whole(call: str, name: str, values: Sequence[Any], axes: Axes) -> None:
                 f"{call}: {name} varies over {over}. Expected the same value on every device. Fix: "
                 f"jax.lax.pmean(..., {axes.every}) before the call, or in_specs=PartitionSpec()."
             )
+
+
+def closures(call: str, extra: Mapping[str, Any], axes: Axes) -> None:
+    """Inside `shard_map`: refuses functions that close over what differs between devices, by name.
+
+    JAX would refuse them too, somewhere inside the optimizer, in its own words.
+    """
+    for name, f in extra.items():
+        if not callable(f):
+            continue
+        held: list[Any] = [c.cell_contents for c in getattr(f, "__closure__", None) or () if _filled(c)]
+        held += [getattr(f, part, None) for part in ("args", "keywords", "__defaults__", "__kwdefaults__")]
+        tracers = [x for x in jax.tree.leaves(held) if isinstance(x, jax.core.Tracer)]
+        whole(call, f"a value that {name} closes over", tracers, axes)
+
+
+def _filled(cell: Any) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018 - raises where the variable has no value yet
+    except ValueError:
+        return False
+    return True
 
 
 def wrapped(tx: Any, kind: type) -> None:

@@ -59,7 +59,8 @@ def gradients(
         elif leaf.layout is not None and not local:
             out[i] = ctx.split(x, leaf.layout)
     if local:
-        todo = [i for i, (leaf, s) in enumerate(zip(leaves, shares, strict=True)) if leaf.trainable and not s]
+        own = [leaf.trainable and not s for leaf, s in zip(leaves, shares, strict=True)]
+        todo = [i for i, x in enumerate(arrays) if own[i] and set(ctx.axes.every) <= mesh.varying(x)]
         cut = [i for i in todo if leaves[i].layout is not None]
         means = synchronise.mean_shares([arrays[i] for i in cut], [leaves[i].cut for i in cut], ctx.axes, options)
         for i, x in zip(cut, means, strict=True):
@@ -73,7 +74,7 @@ def gradients(
 
 def state(ctx: Context, arrays: Sequence[Any], leaves: Sequence[StateLeaf]) -> list[Any]:
     """Optimizer state; its leaves are stored as their layouts say."""
-    return [_share(ctx, x, e) if e.layout else x for x, e in zip(arrays, leaves, strict=True)]
+    return [_share(ctx, x, e) if e.layout else _first(x, ctx.axes.every) for x, e in zip(arrays, leaves, strict=True)]
 
 
 def at_rest(ctx: Context, values: Sequence[Any]) -> list[jax.Array]:

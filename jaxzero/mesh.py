@@ -158,6 +158,15 @@ def is_traced(tree: Any) -> bool:
     return any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(tree))
 
 
+def abstract(mesh: Any, shapes: Sequence[tuple[Any, Any]], specs: Any) -> list[jax.ShapeDtypeStruct]:
+    """Abstract arrays of the given shapes and dtypes, each placed by its spec (or all by one)."""
+    specs = [specs] * len(shapes) if isinstance(specs, PartitionSpec) else specs
+    return [
+        jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+        for (shape, dtype), spec in zip(shapes, specs, strict=True)
+    ]
+
+
 def place_all(call: str, mesh: Any, paths: Sequence[Any] | None, arrays: Any, specs: Any, axes: Axes) -> list[Any]:
     """A flat list of arrays, each placed by its spec (or all by one)."""
     paths = [()] * len(arrays) if paths is None else paths

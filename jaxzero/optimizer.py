@@ -1,9 +1,9 @@
 """Any Optax optimizer on shares: reduce the gradients, evaluate the inner update, gather its result."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
-import jax
 from jax.sharding import PartitionSpec
 
 from . import entry
@@ -15,18 +15,18 @@ from .programs import UpdateProgram
 from .state import Leaf, StateLeaf
 
 
-class Compiled:
-    """Keeps the compiled region of a traced call, for eager callers."""
+class Kept:
+    """Keeps what is made once for a traced call: its regions, and for eager callers their `jit`."""
 
-    def compiled(self, region: Any) -> Any:
-        """`jit(region)`, the same object at every call."""
-        if "_compiled" not in self.__dict__:
-            self.__dict__["_compiled"] = jax.jit(region)
-        return self.__dict__["_compiled"]
+    def once(self, name: str, make: Callable[[], Any]) -> Any:
+        """`make()`, the same object at every call."""
+        if name not in self.__dict__:
+            self.__dict__[name] = make()
+        return self.__dict__[name]
 
 
 @dataclasses.dataclass(frozen=True)
-class Init(Compiled):
+class Init(Kept):
     """One call of `init`, traced: everything but the arrays."""
 
     options: Options
@@ -55,7 +55,7 @@ class Init(Compiled):
 
 
 @dataclasses.dataclass(frozen=True)
-class Update(Compiled):
+class Update(Kept):
     """One call of `update` or `apply`, traced: everything but the arrays.
 
     Trees among the extra arguments that are like the parameters follow the gradients.
@@ -69,6 +69,7 @@ class Update(Compiled):
     local: bool
     params: tuple[Leaf, ...]
     split_params: tuple[bool, ...]
+    gathers: bool = True
 
     @property
     def in_specs(self) -> Any:
@@ -106,8 +107,8 @@ class Update(Compiled):
         return entry.at_rest(ctx, new), entry.at_rest(ctx, new_state)
 
     def rest(self, leaf: Leaf) -> Layout | None:
-        """The layout of updates and parameters between steps: whole at stages 1 and 2."""
-        return leaf.layout if self.options.stage == 3 else None
+        """The layout in which updates and parameters leave: whole at stages 1 and 2."""
+        return None if self.gathers and self.options.stage < 3 else leaf.layout
 
 
 _WHOLE = PartitionSpec()

@@ -147,8 +147,8 @@ def specs(options: Options, tree: Any) -> Any:
             layout = _layout("specs", options, path, x, axes)
             return EvenSplit(layout.spec(axes.shard), x.shape)
         sharding = None if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None)
-        if isinstance(sharding, NamedSharding):
-            return sharding.spec
+        if isinstance(sharding, NamedSharding) and axes.n > 1:  # over one device JAX drops the axis
+            return _short(sharding.spec)
         shape, _ = shape_dtype(x)
         stored = even_split(shape, axes.n, leading(options.stacked, path))
         return P() if stored is None or stored.kind == "flat" else stored.spec(axes.shard)
@@ -167,6 +167,14 @@ def _layout(call: str, options: Options, path: Any, x: EvenSplit, axes: Axes) ->
             "split for another mesh. Fix: use the Zero that split it."
         )
     return layout
+
+
+def _short(spec: PartitionSpec) -> PartitionSpec:
+    """Without the `None`s that Explicit meshes append."""
+    parts = list(spec)
+    while parts and parts[-1] is None:
+        parts.pop()
+    return P(*parts)
 
 
 def _outside(options: Options, call: str) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import optax
 
+from . import checks
 from .layout import is_split
 from .mesh import Axes, path_text
 from .partition import Program, trace
@@ -63,7 +64,7 @@ def accepts(inner: optax.GradientTransformation, name: str) -> bool:
 
 
 def sort_extra(
-    inner: optax.GradientTransformation, extra: Mapping[str, Any], like: Leaves, n: int
+    inner: optax.GradientTransformation, extra: Mapping[str, Any], like: Leaves, call: str, manual: bool
 ) -> tuple[Extra, list[Any], list[Any]]:
     """Sorts the extra arguments of `update`.
 
@@ -73,21 +74,27 @@ def sort_extra(
     sorted_ = Extra({}, {}, {})
     trees: list[Any] = []
     arrays: list[Any] = []
-    shapes = [leaf.shape for leaf in like.leaves]
     for name, value in extra.items():
         if not accepts(inner, name):
             continue
         flat, tree = jax.tree.flatten(value, is_leaf=is_split)
         if not flat or not all(hasattr(x, "dtype") and hasattr(x, "shape") for x in flat):
             sorted_.static[name] = value  # type: ignore[index]
-        elif tree == like.tree and [shape_dtype(x)[0] for x in flat] == shapes:
-            sorted_.trees[name] = leaves_of(value, n, None)  # type: ignore[index]
+        elif tree == like.tree and all(_fits(x, leaf, manual) for x, leaf in zip(flat, like.leaves, strict=True)):
+            given = leaves_of(value, 1, None)
+            sorted_.trees[name] = checks.gradients(call, given, flat, like, manual)  # type: ignore[index]
             trees += flat
         else:
             avals = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in flat)
             sorted_.arrays[name] = (tree, avals)  # type: ignore[index]
             arrays += flat
     return sorted_, trees, arrays
+
+
+def _fits(x: Any, leaf: Leaf, manual: bool) -> bool:
+    """Whether an array can be this parameter's gradient, whole or (inside `shard_map`) its share."""
+    shape = shape_dtype(x)[0]
+    return shape == leaf.shape or (manual and leaf.layout is not None and shape == leaf.layout.local_shape)
 
 
 def trace_init(inner: optax.GradientTransformation, params: Leaves, axes: Axes) -> Program:

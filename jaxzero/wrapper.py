@@ -1,5 +1,6 @@
 """The wrapped optimizer: the calls of Optax, in the global view and inside a user's `shard_map`."""
 
+import contextvars
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -8,15 +9,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import NamedSharding
 
-from . import checks, mesh, programs
+from . import checks, mesh, programs, regions
 from .layout import is_split
 from .mesh import Axes
 from .optimizer import Init, Update
 from .options import Options
 from .partition import Record
 from .state import Leaf, Leaves, bare, is_key, leaves_of, state_leaves, wear
+
+#: Set while an inner optimizer is traced: another wrapped one inside it is refused.
+_tracing: contextvars.ContextVar[bool] = contextvars.ContextVar("tracing", default=False)
 
 #: Traced calls that one optimizer keeps: structures, dtypes and callables rarely change.
 _KEPT = 32
@@ -29,7 +32,7 @@ class ShardedOptimizer(optax.GradientTransformationExtraArgs):
       calls: The calls behind it; `Zero.apply` and `Zero.explain` use them.
     """
 
-    calls: "Calls | None"
+    calls: "Calls | None" = None  # what `_replace` makes of it has none
 
     def __new__(cls, init: Any, update: Any, calls: "Calls | None" = None) -> "ShardedOptimizer":
         """The pair that Optax expects, with one more attribute."""
@@ -84,9 +87,11 @@ class Calls:
         if p is not None:
             checks.same_leaves(call, grads, params)
             g = checks.gradients(call, g, g_arrays, p, manual)
-        more, trees, others = programs.sort_extra(self.inner, extra, p or g, axes.n)
+        if manual:
+            checks.closures(call, extra, axes)
+        more, trees, others = programs.sort_extra(self.inner, extra, p or g, call, manual)
         leaves = (*g.leaves, *(leaf for t in more.trees.values() for leaf in t.leaves))
-        split = tuple(_is_share(leaf, x, manual) for leaf, x in zip(leaves, [*g_arrays, *trees], strict=True))
+        split = tuple(_is_share(leaf, x, axes, manual) for leaf, x in zip(leaves, [*g_arrays, *trees], strict=True))
         split_p = () if p is None else self._split_params(call, p, p_arrays, manual)
         s_arrays, s_tree = jax.tree.flatten(state)
 
@@ -122,13 +127,14 @@ class Calls:
         cut_params = cut if self.options.stage == 3 else (False,) * len(cut)
         known = leaves.leaves
         body = Update(self.options, axes, traced, known, cut, False, known, cut_params)
-        arrays = [
-            [_abstract(x.shape, x.dtype, x.layout) for x in known],
-            [_abstract(x.shape, x.dtype, x.layout) for x in traced.state],
-            [_abstract(x.shape, x.dtype, x.layout if c else None) for x, c in zip(known, cut_params, strict=True)],
+        shapes: list[Any] = [
+            [(x.layout.stored_shape if x.layout else x.shape, x.dtype) for x in known],
+            [(x.stored_shape, x.dtype) for x in traced.state],
+            [(x.cut.stored_shape if c else x.shape, x.dtype) for x, c in zip(known, cut_params, strict=True)],
             [],
-            [_abstract(np.shape(x), jnp.result_type(x), None) for x in traced.program.consts],
+            [(np.shape(x), jnp.result_type(x)) for x in traced.program.consts],
         ]
+        arrays = [mesh.abstract(self.options.mesh, x, spec) for x, spec in zip(shapes, body.in_specs, strict=True)]
         record = Record()
         observed = functools.partial(body, record=record)
         region = mesh.region(self.options.mesh, axes, observed, body.in_specs, body.out_specs)
@@ -161,9 +167,9 @@ class Calls:
         try:
             kept = self._kept.get(key)
         except TypeError:  # an extra argument that cannot be hashed
-            return make()
+            return _traced(make)
         if kept is None:
-            kept = make()
+            kept = _traced(make)
             program = kept.program if isinstance(kept, Init) else kept.traced.program
             if not mesh.is_traced(program.consts):
                 if len(self._kept) >= _KEPT:
@@ -172,9 +178,9 @@ class Calls:
         return kept
 
     def _region(self, call: str, body: Any, paths: Sequence[Any]) -> Callable[..., Any]:
-        """`body` in a manual region of the library's own; called eagerly it is compiled once."""
+        """`body` in manual regions of the library's own; called eagerly it is compiled once."""
         options, axes = self.options, body.axes
-        run = mesh.region(options.mesh, axes, body, body.in_specs, body.out_specs)
+        run = body.once("_regions", lambda: regions.around(body))
 
         def call_(*arrays: Any) -> Any:
             placed = [
@@ -183,36 +189,47 @@ class Calls:
             ]
             if mesh.is_traced(placed):
                 return run(*placed)
-            return body.compiled(run)(*placed)
+            return body.once("_compiled", lambda: jax.jit(run))(*placed)
 
         return call_
 
     def _abstract_state(self, body: Init) -> list[jax.ShapeDtypeStruct]:
-        return [
-            jax.ShapeDtypeStruct(leaf.stored_shape, leaf.dtype, sharding=NamedSharding(self.options.mesh, spec))
-            for leaf, spec in zip(body.state, body.out_specs, strict=True)
-        ]
+        shapes = [(leaf.stored_shape, leaf.dtype) for leaf in body.state]
+        return mesh.abstract(self.options.mesh, shapes, body.out_specs)
 
 
-def _is_share(leaf: Leaf, x: Any, manual: bool) -> bool:
-    """Whether a gradient comes as a share. In the global view every leaf cut in rows does."""
+def _traced(make: Callable[[], Any]) -> Any:
+    if _tracing.get():
+        raise ValueError(
+            "optimizer: a wrapped optimizer stands inside a wrapped optimizer. Expected a plain Optax optimizer "
+            "inside. Fix: wrap once, outermost: zero.optimizer(optax.chain(...))."
+        )
+    token = _tracing.set(True)
+    try:
+        return make()
+    finally:
+        _tracing.reset(token)
+
+
+def _is_share(leaf: Leaf, x: Any, axes: Axes, manual: bool) -> bool:
+    """Whether a gradient comes as a share. In the global view every leaf cut in rows does.
+
+    Over one device a share looks like the whole; only one that nobody has reduced varies over replicas.
+    """
     if leaf.layout is None:
         return False
     if is_split(x):
         return True
     if manual:
-        shape = np.shape(x)
-        return shape == leaf.layout.local_shape and shape != leaf.shape
+        shape, over = np.shape(x), mesh.varying(x)
+        alone = axes.n == 1 and over.issuperset(axes.shard) and not over & set(axes.replica)
+        return shape == leaf.layout.local_shape and (shape != leaf.shape or alone)
     return leaf.layout.kind == "rows"
 
 
 def _reading(x: Any, leaf: Leaf) -> Any:
     """The array that stands for a gradient; nobody reads that of a leaf that passes through."""
     return bare(x) if leaf.trainable else jnp.zeros(())
-
-
-def _abstract(shape: Any, dtype: Any, layout: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(layout.stored_shape if layout else shape, dtype)
 
 
 def _assemble(

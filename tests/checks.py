@@ -52,6 +52,13 @@ def make_zero(setting: str, **options: Any) -> jaxzero.Zero:
     return jaxzero.Zero(helpers.make_mesh(*shape), **fixed | options)
 
 
+def axes_of(zero: jaxzero.Zero) -> tuple[str, ...]:
+    """The axes over which examples are cut: all that `zero` uses, replicas first."""
+    return tuple(
+        a for axis in (zero.replica_axis, zero.shard_axis) for a in ([axis] if isinstance(axis, str) else axis or ())
+    )
+
+
 def world(setting: str) -> int:
     """The number of shares."""
     zero = make_zero(setting)
@@ -127,8 +134,7 @@ def train(
     Returns:
       Parameters and state as they are at rest.
     """
-    mesh = zero.mesh
-    axes = mesh.axis_names
+    mesh, axes = zero.mesh, axes_of(zero)
     tx = zero.optimizer(inner)
     params = zero.shard(place(params, mesh, P()))
     state = jax.jit(tx.init)(params)
@@ -185,8 +191,7 @@ def update_inside(
     **extra: Any,
 ) -> Run:
     """Steps in a user's own `shard_map`, on gradients that are made per device: `local_grads(device, step)`."""
-    mesh = zero.mesh
-    axes = mesh.axis_names
+    mesh, axes = zero.mesh, axes_of(zero)
     tx = zero.optimizer(inner)
     params = place(params, mesh, P())
     state = jax.jit(tx.init)(params)
@@ -275,7 +280,7 @@ def check(
 def gradients(zero: jaxzero.Zero, params: Any, loss_fn: Callable[..., Any], batch: Any, **how: Any) -> tuple[Any, Any]:
     """Loss and gradient of `zero.value_and_grad` with the global batch, the gradient as plain whole arrays."""
     mesh = zero.mesh
-    params, batch = place(params, mesh, P()), place(batch, mesh, P(mesh.axis_names))
+    params, batch = place(params, mesh, P()), place(batch, mesh, P(axes_of(zero)))
     value, grads = jax.jit(zero.value_and_grad(loss_fn, **how))(params, batch)
     helpers.assert_all_shards_equal((value, grads))
     return value, whole(grads)

@@ -161,6 +161,7 @@ TRANSFORMATIONS = [
     Case(
         "optax.scale_by_distance_over_gradients",
         "optax.chain(optax.scale_by_distance_over_gradients(1e-2), optax.scale(-1.0))",
+        params="arrays",  # its update turns a scalar into a vector of one, sharded or not
     ),
     Case(
         "optax.scale_by_factored_rms",

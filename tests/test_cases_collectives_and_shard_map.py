@@ -46,7 +46,7 @@ def test_jz_074_sgd_in_every_way(setting, way):
 def test_jz_074_mixed_trees_of_local_and_split_gradients(setting):
     """Each leaf is read as what it is: this device's own, or a share that is reduced already."""
     zero = checks.make_zero(setting)
-    axes = zero.mesh.axis_names
+    axes = checks.axes_of(zero)
     tx = zero.optimizer(optax.sgd(1.0))
     params = {k: PARAMS[k] for k in ("a", "b", "even")}
     state = tx.init(params)
@@ -68,7 +68,7 @@ def test_jz_074_mixed_trees_of_local_and_split_gradients(setting):
 def test_jz_074_parameters_may_vary_by_type(setting):
     """Parameters that were cast for `jax.grad` may be handed to `update` as they are."""
     zero = checks.make_zero(setting)
-    axes = zero.mesh.axis_names
+    axes = checks.axes_of(zero)
     inner = optax.adamw(1e-2, weight_decay=0.1)
     tx = zero.optimizer(inner)
     state = tx.init(PARAMS)

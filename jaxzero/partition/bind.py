@@ -6,12 +6,16 @@ from typing import Any
 from .._compat import bind_params
 from ..mesh import match
 
+_SHARDINGS = {"sharding", "out_sharding"}
+
 
 def bind(eqn: Any, ins: Sequence[Any], **changes: Any) -> list[Any]:
     """Runs the equation's primitive on arrays, with some of its parameters changed.
 
-    A primitive bound by hand gets no casts from JAX, so all operands are typed alike first.
+    A primitive bound by hand gets no casts from JAX, so all operands are typed alike first. A sharding
+    among its parameters speaks of the mesh outside (the function closed over placed arrays): dropped.
     """
     functions, params = bind_params(eqn)
+    params = {k: None if k in _SHARDINGS else v for k, v in params.items()}
     out = eqn.primitive.bind(*functions, *match(ins), **{**params, **changes})
     return list(out) if eqn.primitive.multiple_results else [out]

@@ -59,14 +59,17 @@ def _carry_forms(
 ) -> list[Layout | None]:
     """In which form each carry goes round.
 
-    A carry that the body makes split becomes split; one that comes out whole stays whole from before
-    the loop, so that it is gathered once and not in every iteration.
+    A carry that the body makes split becomes split; one that the body gathers, or gives out whole, stays
+    whole from before the loop, so that it is gathered once and not in every iteration.
     """
     forms = [_form(x) for x in carry]
     pinned = [False] * len(carry)
+    gathered: list[bool] = []
 
     def body(values: list[Value]) -> list[Value]:
-        return step(ctx.child(quiet=True), values)
+        outs = step(ctx.child(quiet=True), values)
+        gathered[:] = [isinstance(x, Split) and x.whole is not None for x in values]
+        return outs
 
     for _ in range(_ROUNDS):
         values = jax.eval_shape(lambda c, f=tuple(forms): _typed(ctx, ctx.child(quiet=True).settle(c, f)), carry)
@@ -74,7 +77,7 @@ def _carry_forms(
         for i, out in enumerate(jax.eval_shape(body, values)):
             if forms[i] is None and isinstance(out, Split) and not pinned[i]:
                 forms[i], changed = out.layout, True
-            elif forms[i] is not None and not isinstance(out, Split):
+            elif forms[i] is not None and (gathered[i] or not isinstance(out, Split)):
                 forms[i], pinned[i], changed = None, True, True
         if not changed:
             return forms

@@ -43,6 +43,8 @@ def _vmaps_to_itself(primitive: Any, params: tuple[Any, ...], dtypes: tuple[Any,
             jaxpr = jax.make_jaxpr(jax.vmap(jax.vmap(one)))(*avals).jaxpr
     except Exception:  # noqa: BLE001 - any complaint about scalars says that it is not elementwise
         return False
+    if not jaxpr.eqns:  # a conversion that changes nothing is left out of a trace
+        return list(jaxpr.outvars) == list(jaxpr.invars)
     return (
         len(jaxpr.eqns) == 1
         and jaxpr.eqns[0].primitive is primitive

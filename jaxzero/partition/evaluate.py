@@ -124,10 +124,10 @@ def _apply(ctx: Context, eqn: Any, ins: list[Value]) -> list[Value]:
     if name in control_flow.RULES and not _bound_as_it_is(ins):
         ctx.note(eqn, "loop")
         return control_flow.RULES[name](run, ctx, eqn, ins)
-    if not divided:
-        return _whole(ctx, eqn, ins)
     if name in _IDENTITY:
         return list(ins)
+    if not divided:
+        return _whole(ctx, eqn, ins)
     for rule, how in _candidates(ctx, eqn, name):
         outs = rule(ins)
         if outs is not None:

@@ -160,12 +160,13 @@ class Context:
     def cross(self, values: Sequence[Split | Partial]) -> None:
         """Makes values whole: one bucketed collective for each way of reducing, one for the gathers."""
         todo = list({id(x): x for x in values if x.whole is None}.values())
-        for how, (reduce, prepare) in _REDUCE.items():
+        for how, reduce in _REDUCE.items():
             terms = [x for x in todo if isinstance(x, Partial) and x.how == how]
-            sent = [prepare(x.local) for x in terms]
+            sent = [part for x in terms for part in _sent(x)]
             done = collectives.all_reduce(sent, self.axes.shard, bucket_bytes=self.bucket_bytes, reduce=reduce)
-            for term, y in zip(terms, done, strict=True):
-                term.whole = y.astype(term.dtype)
+            rest = iter(done)
+            for term in terms:
+                term.whole = _received(term, [next(rest) for _ in _sent(term)])
         for x in todo:
             if isinstance(x, Partial) and x.how == "prod":
                 x.whole = lax.reduce_prod(lax.all_gather(x.local, self.axes.shard, to="invarying"), (0,))
@@ -237,16 +238,28 @@ def _whole(x: Value) -> Array:
     return x
 
 
-def _small(x: Array) -> Array:
-    """Booleans have no maximum across devices."""
-    return x.astype(np.int8) if x.dtype == np.bool_ else x
+_REDUCE = {"sum": lax.psum, "max": lax.pmax, "min": lax.pmin}
 
 
-_REDUCE = {
-    "sum": (lax.psum, lambda x: x),
-    "max": (lax.pmax, _small),
-    "min": (lax.pmin, _small),
-}
+def _sent(x: Partial) -> list[Array]:
+    """What crosses devices for a term. Booleans have no maximum there, and a maximum there drops NaN.
+
+    So beside a floating maximum or minimum travels whether this device has a NaN.
+    """
+    if x.dtype == np.bool_:
+        return [x.local.astype(np.int8)]
+    if x.how == "sum" or not jnp.issubdtype(x.dtype, jnp.floating):
+        return [x.local]
+    flag = jnp.isnan(x.local).astype(x.dtype)
+    return [x.local, flag if x.how == "max" else -flag]
+
+
+def _received(x: Partial, parts: list[Array]) -> Array:
+    """The value from what crossed."""
+    if len(parts) == 1:
+        return parts[0].astype(x.dtype)
+    value, flag = parts
+    return jnp.where(flag == 0, value, jnp.full_like(value, jnp.nan))
 
 
 def _aligned(a: Layout, b: Layout) -> bool:

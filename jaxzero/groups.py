@@ -1,0 +1,121 @@
+"""Splits a program over very many leaves into independent parts, each for a manual region of its own.
+
+The compiler's time for one manual region grows with the square of the arrays that enter and leave it
+(2,000 leaves of Adam are 14,000 arrays and take minutes). The parts of an elementwise optimizer touch
+each other only through scalars such as the step count, so each can have its own region; what they share
+is evaluated in each. Numbers, storage and the number of collectives do not change.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from ._compat import Literal, open_program
+from .partition.elementwise import is_elementwise
+
+#: Arrays in and out of a program up to which one region is compiled, and that a part may have.
+ONE_REGION, PART = 2048, 512
+
+_LOCAL = {"broadcast_in_dim", "reshape", "squeeze", "expand_dims"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Jaxpr:
+    """What the evaluator reads of a program."""
+
+    constvars: list[Any]
+    invars: list[Any]
+    outvars: list[Any]
+    eqns: list[Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """One independent part of a program.
+
+    Attributes:
+      jaxpr: The equations that its results need.
+      consts: Positions of its constants among the whole program's.
+      inputs: Positions of its inputs.
+      outputs: Positions of its results.
+    """
+
+    jaxpr: Jaxpr
+    consts: list[int]
+    inputs: list[int]
+    outputs: list[int]
+
+
+def parts(jaxpr: Any, leafy: Sequence[bool]) -> list[Part]:
+    """The parts of a program; one where it is small, not elementwise, or hangs together.
+
+    Args:
+      jaxpr: An open program.
+      leafy: For each input, whether it belongs to a leaf; the others (counts, rates) may be shared.
+
+    Returns:
+      Parts that together give every result once, in the order of their first results.
+    """
+    count = len(jaxpr.invars) + len(jaxpr.outvars)
+    one = [_part(jaxpr, range(len(jaxpr.outvars)))]
+    if count <= ONE_REGION or not _elementwise(jaxpr.eqns):
+        return one
+    groups = _components(jaxpr, leafy)
+    if max(len(g) for g in groups) * count > PART * len(jaxpr.outvars):
+        return one
+    bins: list[list[int]] = [[]]
+    for group in groups:
+        if bins[-1] and (len(bins[-1]) + len(group)) * count > PART * len(jaxpr.outvars):
+            bins.append([])
+        bins[-1] += group
+    return [_part(jaxpr, sorted(b)) for b in bins]
+
+
+def _elementwise(eqns: Iterable[Any]) -> bool:
+    """Whether no equation mixes elements, so that no result can come out gathered."""
+    for eqn in eqns:
+        if eqn.primitive.name in ("jit", "pjit"):
+            if not _elementwise(open_program(eqn.params["jaxpr"])[0].eqns):
+                return False
+        elif not (eqn.primitive.name in _LOCAL or is_elementwise(eqn)):
+            return False
+    return True
+
+
+def _components(jaxpr: Any, leafy: Sequence[bool]) -> list[list[int]]:
+    """Results grouped by the leaves that they depend on, directly or through one another."""
+    parent: dict[Any, Any] = {v: v for v, leaf in zip(jaxpr.invars, leafy, strict=True) if leaf}
+
+    def root(v: Any) -> Any:
+        while parent[v] is not v:
+            parent[v] = parent[parent[v]]
+            v = parent[v]
+        return v
+
+    for eqn in jaxpr.eqns:
+        known = [v for v in eqn.invars if not isinstance(v, Literal) and v in parent]
+        for v in known[1:]:
+            parent[root(v)] = root(known[0])
+        for v in eqn.outvars if known else ():
+            parent[v] = known[0]
+    groups: dict[Any, list[int]] = {}
+    for i, v in enumerate(jaxpr.outvars):
+        alone = isinstance(v, Literal) or v not in parent
+        groups.setdefault(i if alone else root(v), []).append(i)
+    return list(groups.values())
+
+
+def _part(jaxpr: Any, outputs: Iterable[int]) -> Part:
+    """The equations, inputs and constants that some results need."""
+    outputs = list(outputs)
+    outvars = [jaxpr.outvars[i] for i in outputs]
+    needed = {v for v in outvars if not isinstance(v, Literal)}
+    eqns = []
+    for eqn in reversed(jaxpr.eqns):
+        if needed.intersection(eqn.outvars):
+            eqns.append(eqn)
+            needed.update(v for v in eqn.invars if not isinstance(v, Literal))
+    inputs = [i for i, v in enumerate(jaxpr.invars) if v in needed]
+    consts = [i for i, v in enumerate(jaxpr.constvars) if v in needed]
+    own = Jaxpr([jaxpr.constvars[i] for i in consts], [jaxpr.invars[i] for i in inputs], outvars, eqns[::-1])
+    return Part(own, consts, inputs, outputs)

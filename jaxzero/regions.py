@@ -1,0 +1,135 @@
+"""Opens manual regions around a traced call: one, or one for each independent part of a large program."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jax.sharding import PartitionSpec
+
+from . import collectives, mesh
+from .groups import Part, parts
+from .optimizer import Init, Update
+from .partition import Program
+from .state import Leaves
+
+
+def around(call: Init | Update) -> Callable[..., Any]:
+    """The call as a function of global arrays (flat lists); its parts are found once."""
+    return _init(call) if isinstance(call, Init) else _update(call)
+
+
+def _open(call: Init | Update) -> Callable[..., Any]:
+    return mesh.region(call.options.mesh, call.axes, call, call.in_specs, call.out_specs)
+
+
+def _take(values: Sequence[Any], positions: Sequence[int]) -> list[Any]:
+    return [values[i] for i in positions]
+
+
+def _init(call: Init) -> Callable[..., Any]:
+    found = parts(call.program.jaxpr, [True] * len(call.params))
+    regions = [(_open(_init_part(call, part)), part) for part in found]
+
+    def run(params: Any, consts: Any) -> Any:
+        out: list[Any] = [None] * len(call.state)
+        for region, part in regions:
+            results = region(_take(params, part.inputs), _take(consts, part.consts))
+            for i, x in zip(part.outputs, results, strict=True):
+                out[i] = x
+        return out
+
+    return run
+
+
+def _init_part(call: Init, part: Part) -> Init:
+    return dataclasses.replace(
+        call,
+        program=Program(part.jaxpr, _take(call.program.consts, part.consts), None),
+        params=tuple(_take(call.params, part.inputs)),
+        split_params=tuple(_take(call.split_params, part.inputs)),
+        state=_take(call.state, part.outputs),
+    )
+
+
+def _update(call: Update) -> Callable[..., Any]:
+    traced = call.traced
+    trees = len(call.grads) - traced.grads
+    sizes = [traced.grads, len(traced.state), len(call.params), trees]
+    leafy = [True] * sizes[0] + [s.shape != () for s in traced.state] + [True] * (sizes[2] + sizes[3])
+    leafy += [False] * (len(traced.program.jaxpr.invars) - len(leafy))
+    found = parts(traced.program.jaxpr, leafy)
+    if len(found) == 1:
+        return _open(call)
+    pieces = [_update_part(call, part, sizes) for part in found]
+    regions = [(_open(piece), where) for piece, where in pieces]
+    gather = _gather(call)
+
+    def run(*arrays: Any) -> Any:
+        new: dict[int, Any] = {}
+        state: dict[int, Any] = {}
+        for region, (taken, new_at, state_at) in regions:
+            some_new, some_state = region(*[_take(x, at) for x, at in zip(arrays, taken, strict=True)])
+            new.update(zip(new_at, some_new, strict=True))
+            state.update(zip(state_at, some_state, strict=True))
+        in_order = lambda found: [found[i] for i in sorted(found)]
+        return gather(in_order(new)), in_order(state)
+
+    return run
+
+
+def _update_part(call: Update, part: Part, sizes: Sequence[int]) -> tuple[Update, Any]:
+    """The call for one part, and where its arrays come from and go to."""
+    traced = call.traced
+    starts = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
+    ends = [*starts[1:], len(traced.program.jaxpr.invars)]
+    g, s, p, t, e = (
+        [i - start for i in part.inputs if start <= i < end] for start, end in zip(starts, ends, strict=True)
+    )
+    grads = [*g, *(traced.grads + i for i in t)]
+    count = len(traced.new.leaves)
+    new_at = [i for i in part.outputs if i < count]
+    state_at = [i - count for i in part.outputs if i >= count]
+    program = dataclasses.replace(
+        traced,
+        program=Program(part.jaxpr, _take(traced.program.consts, part.consts), None),
+        grads=len(g),
+        state=_take(traced.state, s),
+        new=Leaves(tuple(_take(traced.new.leaves, new_at)), None),
+        new_state=_take(traced.new_state, state_at),
+    )
+    piece = dataclasses.replace(
+        call,
+        traced=program,
+        grads=tuple(_take(call.grads, grads)),
+        split_grads=tuple(_take(call.split_grads, grads)),
+        params=tuple(_take(call.params, p)),
+        split_params=tuple(_take(call.split_params, p)),
+        gathers=False,
+    )
+    moving = [i for i in new_at if traced.new.leaves[i].trainable]
+    changing = [i for i in state_at if not traced.new_state[i].frozen]
+    return piece, ((grads, s, p, e, part.consts), moving, changing)
+
+
+def _gather(call: Update) -> Callable[[list[Any]], list[Any]]:
+    """New parameters or updates of all parts, gathered together as those of one region would be."""
+    layouts = [leaf.layout for leaf in call.traced.moving]
+    cut = [i for i, layout in enumerate(layouts) if layout is not None]
+    if call.options.stage == 3 or not cut:
+        return lambda new: new
+    known = [layouts[i] for i in cut]
+
+    def body(shares: list[Any]) -> list[Any]:
+        size = call.options.bucket_bytes
+        return collectives.all_gather(shares, known, call.axes.shard, bucket_bytes=size)  # type: ignore[arg-type]
+
+    specs = [layout.spec(call.axes.shard) for layout in known if layout is not None]
+    region = mesh.region(call.options.mesh, call.axes, body, (specs,), PartitionSpec())
+
+    def run(new: list[Any]) -> list[Any]:
+        out = list(new)
+        for i, x in zip(cut, region(_take(new, cut)), strict=True):
+            out[i] = x
+        return out
+
+    return run
