@@ -106,8 +106,8 @@ def flatten(jaxpr: Any, consts: Sequence[Any] | None = None) -> Flat:
 
 def _read(env: dict[Any, Atom], atom: Any) -> Atom:
     if isinstance(atom, Literal):
-        aval = atom.aval  # type: ignore[attr-defined]
-        return Known(np.asarray(atom.val, aval.dtype))
+        aval = atom.aval
+        return Known(np.asarray(atom.val, aval.dtype))  # type: ignore[attr-defined]
     return env[atom]
 
 

@@ -92,16 +92,7 @@ class Loss:
 
         trainable = [leaf for leaf in leaves.leaves if leaf.trainable]
         grad_specs = [P() if whole or leaf.layout is None else leaf.layout.spec(axes.shard) for leaf in trainable]
-        # The one region without the type check: a program written for one device does not pass it
-        # (a scan carry that starts as a constant), and without it autodiff inserts no reduction.
-        run = jax.shard_map(
-            body,
-            mesh=options.mesh,
-            in_specs=(P(), [a.spec(over) for a in arguments.arrays]),
-            out_specs=(P(), P(), grad_specs),
-            axis_names=mesh.manual_axes(options.mesh, axes),
-            check_vma=False,
-        )
+        run = _region(options, axes, body, (P(), [a.spec(over) for a in arguments.arrays]), (P(), P(), grad_specs))
         value, aux, grads = run(params, arrays)
         return self._assemble(value, jax.tree.unflatten(aux_tree, aux), grads, leaves, whole)
 
@@ -155,17 +146,16 @@ class Loss:
             return program.run(params, arrays, consts, False)
 
         cut = lambda leaf: P() if leaf.layout is None else leaf.layout.spec(axes.shard)
-        run = jax.shard_map(
+        run = _region(
+            options,
+            axes,
             body,
-            mesh=options.mesh,
-            in_specs=(
+            (
                 [cut(leaf) for leaf in leaves.leaves],
                 [a.spec(_batch_axes(options.mesh, axes)) for a in arguments.arrays],
                 P(),
             ),
-            out_specs=(P(), P(), [cut(leaf) for leaf in leaves.leaves if leaf.trainable]),
-            axis_names=mesh.manual_axes(options.mesh, axes),
-            check_vma=False,
+            (P(), P(), [cut(leaf) for leaf in leaves.leaves if leaf.trainable]),
         )
         value, aux, grads = run(params, arrays, program.consts)
         return self._assemble(value, jax.tree.unflatten(aux_tree, aux), grads, leaves, False)
@@ -209,6 +199,22 @@ class Loss:
             if mark and not _is_mean(x.dtype):
                 raise _aux_error(path, x.dtype)
         return tree
+
+
+def _region(options: Options, axes: Axes, body: Callable[..., Any], in_specs: Any, out_specs: Any) -> Any:
+    """The one region without the type check.
+
+    A program written for one device does not pass it (a scan carry that starts as a constant), and
+    without it autodiff inserts no reduction.
+    """
+    return jax.shard_map(
+        body,
+        mesh=options.mesh,
+        in_specs=in_specs,
+        out_specs=out_specs,
+        axis_names=mesh.manual_axes(options.mesh, axes),
+        check_vma=False,
+    )
 
 
 def _reduced(

@@ -33,7 +33,7 @@ class Stacked:
         if self.also is not None and (by_hand := int(self.also(path))):
             return by_hand
         known = dict(self.paths)
-        return next((known[path[i:]] for i in range(len(path)) if path[i:] in known), 0)
+        return next((known[path[i:]] for i in range(len(path) + 1) if path[i:] in known), 0)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -109,8 +109,8 @@ def zero3(
       >>> tx = jaxzero.zero3(optax.sgd(1.0), mesh=mesh)
       >>> w = jaxzero.Zero(mesh, stage=3).shard(jnp.ones(16))
       >>> updates, _ = tx.update(w, tx.init(w), w)
-      >>> updates.sharding.spec
-      PartitionSpec('data',)
+      >>> tuple(updates.sharding.spec)
+      ('data',)
     """
     return _plain(3, inner, axis_name, mesh, options)
 

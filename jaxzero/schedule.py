@@ -135,9 +135,7 @@ def plan(
             continue
         if step.eqn is None:
             schedule.views.update(
-                (o, schedule.views[i])  # type: ignore[index]
-                for i, o in zip(step.ins, step.outs, strict=True)
-                if i in schedule.views
+                (o, schedule.views[i]) for i, o in zip(step.ins, step.outs, strict=True) if i in schedule.views
             )
         elif step.name == "scan":
             _scan(schedule, step, options)
@@ -161,12 +159,12 @@ def needs(schedule: Schedule, number: int) -> list[View]:
             x for i, x in enumerate(flat.outs) if i not in schedule.grads and i not in schedule.lazy
         ]
         late = [v for v in schedule.sinks.terms if v in schedule.views]
-        return [schedule.views[x] for x in [*atoms, *late] if x in schedule.views]  # type: ignore[index]
+        return [schedule.views[x] for x in [*atoms, *late] if x in schedule.views]
     step = flat.steps[number]
     if step.eqn is None or schedule.passive(step):
         return []
     sliced = schedule.scans[step].sliced if step in schedule.scans else {}
-    return [schedule.views[x] for i, x in enumerate(step.ins) if x in schedule.views and i not in sliced]  # type: ignore[index]
+    return [schedule.views[x] for i, x in enumerate(step.ins) if x in schedule.views and i not in sliced]
 
 
 def _scan(schedule: Schedule, step: Step, options: Options) -> None:

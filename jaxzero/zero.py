@@ -138,8 +138,8 @@ class Zero(Options):
           >>> def loss(w, x):
           ...     return jnp.mean(jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0])
           >>> zero = zero.observe(loss, jnp.ones((3, 16, 16)), jnp.ones((8, 16)))
-          >>> zero.shard(jnp.ones((3, 16, 16))).sharding.spec
-          PartitionSpec(None, 'data')
+          >>> tuple(zero.shard(jnp.ones((3, 16, 16))).sharding.spec)
+          (None, 'data')
         """
         observed, stacked = observing.observe(self, loss_fn, params, *batch)
         return dataclasses.replace(self, stacked=stacked, observed=observed)
