@@ -146,17 +146,10 @@ class Loss:
             return program.run(params, arrays, consts, False)
 
         cut = lambda leaf: P() if leaf.layout is None else leaf.layout.spec(axes.shard)
-        run = _region(
-            options,
-            axes,
-            body,
-            (
-                [cut(leaf) for leaf in leaves.leaves],
-                [a.spec(_batch_axes(options.mesh, axes)) for a in arguments.arrays],
-                P(),
-            ),
-            (P(), P(), [cut(leaf) for leaf in leaves.leaves if leaf.trainable]),
-        )
+        dealt = [a.spec(_batch_axes(options.mesh, axes)) for a in arguments.arrays]
+        in_specs = ([cut(leaf) for leaf in leaves.leaves], dealt, P())
+        out_specs = (P(), P(), [cut(leaf) for leaf in leaves.leaves if leaf.trainable])
+        run = _region(options, axes, body, in_specs, out_specs)
         value, aux, grads = run(params, arrays, program.consts)
         return self._assemble(value, jax.tree.unflatten(aux_tree, aux), grads, leaves, False)
 
