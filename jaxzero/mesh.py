@@ -18,7 +18,7 @@ def names(axis: AxisNames | None) -> tuple[str, ...]:
     """An axis argument as a tuple of names, outer first."""
     if axis is None:
         return ()
-    return (axis,) if isinstance(axis, str) else tuple(axis)
+    return (axis,) if isinstance(axis, str) or not isinstance(axis, Sequence) else tuple(axis)
 
 
 def path_text(path: Any) -> str:

@@ -21,27 +21,33 @@ def is_elementwise(eqn: Any) -> bool:
 
     `vmap` of the primitive on scalars is by definition the elementwise map. Where that is one equation
     of the same primitive with the same parameters, the primitive *is* the elementwise map. No list of
-    names, so primitives of later JAX versions are known too.
+    names, so primitives of later JAX versions are known too. An operand that is a scalar beside arrays is
+    not mapped: `clamp` uses the same bound for each element, but `random_gamma` not the same key.
     """
     if eqn.effects or not eqn.invars or eqn.primitive.name == "optimization_barrier":
         return False
     if any(key in eqn.params for key in ("axes", "axis_name", "jaxpr", "call_jaxpr", "branches")):
         return False
     dtypes = tuple(v.aval.dtype for v in eqn.invars)
+    arrays = tuple(bool(v.aval.shape) for v in eqn.invars)
+    mapped = arrays if any(arrays) else (True,) * len(arrays)
     try:
-        return _vmaps_to_itself(eqn.primitive, tuple(sorted(eqn.params.items())), dtypes)
+        return _vmaps_to_itself(eqn.primitive, tuple(sorted(eqn.params.items())), dtypes, mapped)
     except TypeError:  # a parameter that cannot be hashed: no elementwise primitive has one
         return False
 
 
 @functools.lru_cache(maxsize=4096)
-def _vmaps_to_itself(primitive: Any, params: tuple[Any, ...], dtypes: tuple[Any, ...]) -> bool:
+def _vmaps_to_itself(
+    primitive: Any, params: tuple[Any, ...], dtypes: tuple[Any, ...], mapped: tuple[bool, ...]
+) -> bool:
     keywords = dict(params)
-    avals = [jax.ShapeDtypeStruct((2, 3), d) for d in dtypes]
+    avals = [jax.ShapeDtypeStruct((2, 3) if m else (), d) for d, m in zip(dtypes, mapped, strict=True)]
+    axes = [0 if m else None for m in mapped]
     one = lambda *xs: primitive.bind(*xs, **keywords)
     try:
         with jax.sharding.use_abstract_mesh(EMPTY_MESH):
-            jaxpr = jax.make_jaxpr(jax.vmap(jax.vmap(one)))(*avals).jaxpr
+            jaxpr = jax.make_jaxpr(jax.vmap(jax.vmap(one, axes), axes))(*avals).jaxpr
     except Exception:  # noqa: BLE001 - any complaint about scalars says that it is not elementwise
         return False
     if not jaxpr.eqns:  # a conversion that changes nothing is left out of a trace
@@ -111,6 +117,8 @@ _UNARY = {"neg", "real", "imag", "copy", "copy_p", "reshape", "squeeze", "expand
 
 def on_partials(ctx: Context, eqn: Any, ins: list[Value]) -> list[Value] | None:
     """Linear equations keep a sum partial, so that it crosses devices once, as late as possible."""
+    if not eqn.outvars:  # a print
+        return None
     name = eqn.primitive.name
     size = max((x.local.size for x in ins if isinstance(x, Partial)), default=0)
     if name in _ADDITIVE and size:

@@ -42,7 +42,7 @@ class Record:
     def note(self, eqn: Any, how: str, times: int) -> None:
         """One equation was evaluated: ``"local"``, ``"whole"`` or ``"loop"``."""
         self.counts[how] += 1
-        if how == "whole" and math.prod(eqn.outvars[0].aval.shape) > 1:
+        if how == "whole" and any(math.prod(v.aval.shape) > 1 for v in eqn.outvars):
             self.whole[eqn.primitive.name] += 1
 
     def wait(self, eqn: Any, values: list[Any], times: int) -> None:

@@ -31,9 +31,12 @@ def neutral(how: str, dtype: Any) -> Any:
         return int(how == "prod")
     if dtype == np.bool_:
         return how == "min"
-    if jnp.issubdtype(dtype, jnp.inexact):
+    if jnp.issubdtype(dtype, jnp.integer):
+        info: Any = jnp.iinfo(dtype)
+    elif np.isinf(np.array(np.inf, dtype)):
         return -np.inf if how == "max" else np.inf
-    info = jnp.iinfo(dtype)
+    else:  # some short types have no infinity
+        info = jnp.finfo(dtype)
     return info.min if how == "max" else info.max
 
 
