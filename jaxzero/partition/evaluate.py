@@ -12,7 +12,7 @@ import numpy as np
 
 from .._compat import Literal, open_program
 from ..mesh import varying
-from . import contractions, control_flow, elementwise, reductions, structural
+from . import contractions, control_flow, elementwise, indexing, reductions, structural
 from .bind import bind
 from .values import Context, Partial, Split, Spread, Value, Wait
 
@@ -30,7 +30,7 @@ _CALLS = {
     "custom_jvp_call": "call_jaxpr",
     "custom_vjp_call": "call_jaxpr",
 }
-_RULES = {**reductions.RULES, **structural.RULES, **contractions.RULES}
+_RULES = {**reductions.RULES, **structural.RULES, **indexing.RULES, **contractions.RULES}
 _IDENTITY = {"optimization_barrier", "reshard", "sharding_constraint"}
 
 

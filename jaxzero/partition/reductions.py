@@ -44,7 +44,7 @@ def reduce(ctx: Context, eqn: Any, ins: list[Value]) -> list[Value] | None:
     """`reduce_sum`, `_max`, `_min`, `_prod`, `_and`, `_or` of a split or partial value."""
     (x,) = ins
     how = _HOW[eqn.primitive.name]
-    axes = tuple(eqn.params["axes"])
+    axes = tuple(sorted(eqn.params["axes"]))
     bitwise = eqn.primitive.name in ("reduce_and", "reduce_or") and x.dtype != np.bool_
     if bitwise or (how in ("max", "min") and jnp.issubdtype(x.dtype, jnp.complexfloating)):
         return None  # devices have no such reduction
@@ -75,14 +75,25 @@ def _flat(ctx: Context, eqn: Any, x: Split, axes: tuple[int, ...], how: str) -> 
         local = ctx.masked(x, fill)
         kept = tuple(a for a in axes if a < layout.lead) + (layout.lead,)
         return Partial(bind(eqn, [local], axes=kept)[0], how)
-    if layout.lead or how == "prod" or eqn.primitive.name in ("reduce_and", "reduce_or"):
+    if not axes:
+        return x
+    if layout.lead or how == "prod":
         return None
-    split = len(layout.shape) - len(axes)
-    if axes == tuple(range(split, len(layout.shape))):
-        return _trailing(ctx, eqn, x, split, how, fill)
-    if axes == tuple(range(len(axes))):
-        return _leading(ctx, eqn, x, len(axes), how, fill)
-    return None
+    run = _longest_run(layout.shape, axes)
+    local = (_between if run[0] else _leading)(ctx, eqn, x, run, how, fill)
+    rest = tuple(a - len(run) if a > run[0] else a for a in axes if a not in run)
+    return Partial(bind(eqn, [local], axes=rest)[0] if rest else local, how)
+
+
+def _longest_run(shape: Any, axes: tuple[int, ...]) -> tuple[int, ...]:
+    """Those of `axes` that follow each other and leave the fewest elements; the others are reduced after."""
+    runs: list[list[int]] = []
+    for a in axes:
+        if runs and runs[-1][-1] == a - 1:
+            runs[-1].append(a)
+        else:
+            runs.append([a])
+    return tuple(max(runs, key=lambda run: math.prod(shape[a] for a in run)))
 
 
 def _window(ctx: Context, x: Split, width: int, fill: Any) -> tuple[Any, Any]:
@@ -99,23 +110,24 @@ def _window(ctx: Context, x: Split, width: int, fill: Any) -> tuple[Any, Any]:
     return buffer.reshape(rows, width), first
 
 
-def _trailing(ctx: Context, eqn: Any, x: Split, split: int, how: str, fill: Any) -> Value:
-    """Over the last dimensions: each device knows its own rows, and two of them in part."""
-    shape = x.layout.shape
-    window, first = _window(ctx, x, math.prod(shape[split:]), fill)
-    (mine,) = bind(eqn, [window], axes=(1,))
-    count = math.prod(shape[:split])
-    out = cast(lax.full((count + mine.shape[0],), fill, mine.dtype), varying(mine))
-    out = lax.dynamic_update_slice(out, mine, (first,))
-    return Partial(out[:count].reshape(shape[:split]), how)
+def _between(ctx: Context, eqn: Any, x: Split, axes: tuple[int, ...], how: str, fill: Any) -> Any:
+    """Over dimensions that follow others: each device knows its own blocks, and two of them in part."""
+    shape, first, last = x.layout.shape, axes[0], axes[-1] + 1
+    reduced, after = math.prod(shape[first:last]), math.prod(shape[last:])
+    window, row = _window(ctx, x, reduced * after, fill)
+    (mine,) = bind(eqn, [window.reshape(-1, reduced, after)], axes=(1,))
+    count = math.prod(shape[:first])
+    out = cast(lax.full((count + mine.shape[0], after), fill, mine.dtype), varying(mine))
+    out = lax.dynamic_update_slice(out, mine, (row, np.int32(0)))
+    return out[:count].reshape(*shape[:first], *shape[last:])
 
 
-def _leading(ctx: Context, eqn: Any, x: Split, count: int, how: str, fill: Any) -> Value:
+def _leading(ctx: Context, eqn: Any, x: Split, axes: tuple[int, ...], how: str, fill: Any) -> Any:
     """Over the first dimensions: each device adds up the rows that it has."""
-    shape = x.layout.shape
+    shape, count = x.layout.shape, len(axes)
     window, _ = _window(ctx, x, math.prod(shape[count:]), fill)
     (mine,) = bind(eqn, [window], axes=(0,))
-    return Partial(mine.reshape(shape[count:]), how)
+    return mine.reshape(shape[count:])
 
 
 def along(ctx: Context, eqn: Any, ins: list[Value]) -> list[Value] | None:

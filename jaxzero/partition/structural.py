@@ -17,12 +17,8 @@ def relabelled(layout: Layout, shape: Shape) -> Layout | None:
         return None
     if layout.kind == "flat":
         before = math.prod(layout.shape[: layout.lead])
-        if layout.lead == 0:
-            return Layout(shape, n, "flat")
-        for lead in range(len(shape)):
-            if math.prod(shape[:lead]) == before and shape[:lead] == layout.shape[: layout.lead]:
-                return Layout(shape, n, "flat", lead)
-        return None
+        leads = [lead for lead in range(len(shape)) if math.prod(shape[:lead]) == before]
+        return Layout(shape, n, "flat", leads[0]) if leads else None
     before = math.prod(layout.shape[: layout.lead])
     for lead, size in enumerate(shape):
         if math.prod(shape[:lead]) == before and size % n == 0 and size:
@@ -30,6 +26,11 @@ def relabelled(layout: Layout, shape: Shape) -> Layout | None:
     if before == 1:  # the same contiguous ranges, whatever the shape
         return Layout(shape, n, "flat")
     return None
+
+
+def cut_dims(layout: Layout) -> range:
+    """The dimensions of which a device holds a part: one of rows, all after the first `lead` of flat ones."""
+    return range(layout.lead, layout.lead + 1 if layout.kind == "rows" else len(layout.shape))
 
 
 def reshape(ctx: Context, eqn: Any, ins: list[Value]) -> list[Value] | None:
@@ -67,19 +68,20 @@ def transpose(ctx: Context, eqn: Any, ins: list[Value]) -> list[Value] | None:
 
 
 def slice_(ctx: Context, eqn: Any, ins: list[Value]) -> list[Value] | None:
-    """Slices that take the cut dimension whole."""
+    """Slices that take the cut dimensions whole."""
     (x,) = ins
-    layout, params = x.layout, eqn.params
-    if layout.kind != "rows":
-        return None
-    lead, d = layout.lead, layout.shape[layout.lead]
+    layout, params, cut = x.layout, eqn.params, cut_dims(x.layout)
+    shape, lead = eqn.outvars[0].aval.shape, layout.lead
     strides = params["strides"] or (1,) * len(layout.shape)
-    if (params["start_indices"][lead], params["limit_indices"][lead], strides[lead]) != (0, d, 1):
+    if any(shape[d] != layout.shape[d] or strides[d] != 1 for d in cut):
         return None
-    limits = list(params["limit_indices"])
-    limits[lead] = d // layout.n
-    (local,) = bind(eqn, [x.local], limit_indices=tuple(limits))
-    return [Split(local, Layout(eqn.outvars[0].aval.shape, layout.n, "rows", lead))]
+    one = lambda sizes, here: (*sizes[:lead], here, *sizes[cut.stop :])
+    keywords = dict(
+        start_indices=one(params["start_indices"], 0),
+        limit_indices=one(params["limit_indices"], layout.local_shape[lead]),
+        strides=one(strides, 1),
+    )
+    return [Split(bind(eqn, [x.local], **keywords)[0], Layout(shape, layout.n, layout.kind, lead))]
 
 
 def concatenate(ctx: Context, eqn: Any, ins: list[Value]) -> list[Value] | None:

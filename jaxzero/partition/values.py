@@ -275,7 +275,9 @@ def _aligned(a: Layout, b: Layout) -> bool:
 
 def _same_ranges(a: Layout, b: Layout) -> bool:
     """Whether both layouts give each device the same elements, in the same order."""
-    return a.shape == b.shape and a.lead == b.lead == 0 and not a.padding and not b.padding
+    before = [math.prod(x.shape[: x.lead]) for x in (a, b)]
+    padded = a.kind != b.kind and (a.padding or b.padding)
+    return a.shape == b.shape and before[0] == before[1] and not padded
 
 
 def _spread_share(x: Spread, layout: Layout, index: Array) -> Array:
