@@ -1,8 +1,7 @@
 """The tree side of the even split: which leaves are cut, and where optimizer state is cut.
 
 A state leaf has the layout of the parameter whose key path is a suffix of its own and whose shape is
-equal; one that holds several of that shape (the memory of L-BFGS) is cut inside each of them if that gives
-whole rows; any other leaf has the default for its shape. So the layout is a pure function of key paths,
+equal; any other leaf has the default for its shape. So the layout is a pure function of key paths,
 shapes, the number of shares and the options.
 """
 
@@ -140,23 +139,10 @@ def state_leaves(state: Any, params: Sequence[Leaf], n: int) -> list[StateLeaf]:
         if leaf is not None:
             layout = leaf.layout
         elif jnp.issubdtype(x.dtype, jnp.inexact):
-            layout = _several(owner(path, None, by_path), x.shape) or default_split(x.shape, n)
+            layout = default_split(x.shape, n)
         frozen = leaf is not None and not leaf.trainable
         out.append(StateLeaf(path, x.shape, x.dtype, layout, frozen))
     return out
-
-
-def _several(leaf: Leaf | None, shape: Shape) -> Layout | None:
-    """The layout of an array that holds several of the shape of `leaf`, each cut in rows like it.
-
-    Not where `leaf` is flat: state at rest has its logical shape, or one dimension.
-    """
-    if leaf is None or leaf.layout is None or leaf.layout.kind == "flat":
-        return None
-    before = len(shape) - len(leaf.shape)
-    if before <= 0 or shape[before:] != leaf.shape or 0 in shape:
-        return None
-    return dataclasses.replace(leaf.layout, shape=shape, lead=leaf.layout.lead + before)
 
 
 def wear(x: Any, layout: Layout | None) -> Any:

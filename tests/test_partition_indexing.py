@@ -3,16 +3,12 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from helpers import close
 from jax import lax
-from jax.sharding import Mesh
 from test_partition import evaluate
 
-import jaxzero
 from jaxzero.layout import Layout
-from jaxzero.state import leaves_of, state_leaves
 
 
 def eighths(*shape):
@@ -107,23 +103,3 @@ def test_flat_reductions_send_only_their_result(axes):
     _, record = evaluate(lambda x: jnp.tanh(x.max(axes)), [eighths(*shape)], [Layout(shape, 8, "flat")], 8)
     out = tuple(d for i, d in enumerate(shape) if i not in axes)
     assert [(c.how, c.shape) for c in record.crossings] == [("max", out)]
-
-
-def test_memory_of_lbfgs_is_cut_like_its_parameters():
-    """Each of the remembered gradients is cut, replaced and multiplied on shares: nothing is gathered.
-
-    Flat leaves have no such layout at rest.
-    """
-    params = {"w": jnp.ones((16, 3)), "odd": jnp.ones((5, 30)), "s": jnp.ones(())}
-    tx = optax.lbfgs(0.1, memory_size=4, linesearch=None)
-    state = jax.eval_shape(tx.init, params)
-    layouts = {
-        (leaf.path[1].name, leaf.path[2].key): leaf.layout
-        for leaf in state_leaves(state, leaves_of(params, 8, None).leaves, 8)
-        if len(leaf.path) > 2
-    }
-    assert layouts["diff_params_memory", "w"] == Layout((4, 16, 3), 8, "rows", 1)
-    assert layouts["diff_updates_memory", "odd"] == Layout((4, 5, 30), 8, "flat")
-    assert layouts["diff_params_memory", "s"] is None
-    zero = jaxzero.Zero(Mesh(np.array(jax.devices()), ("data",)))
-    assert {c.shape for c in zero.explain(tx, params).gathers} == {(4, 5, 30), (5, 30)}

@@ -6,6 +6,7 @@ import numpy as np
 import optax
 import pytest
 
+import jaxzero
 from jaxzero.layout import EvenSplit, Layout, even_split
 from jaxzero.state import bare, leaves_of, owner, shape_dtype, state_leaves, wear
 
@@ -117,6 +118,23 @@ def test_other_state_has_the_default():
     assert large[(256,)] == even_split((256,), 8)
     assert large[(130,)] == even_split((130,), 8)
     assert large[(1,)] is None
+
+
+def test_several_of_a_parameter_have_the_default():
+    """The memory of L-BFGS ends with a parameter's path and shape, but has another shape."""
+    params = {"w": abstract(16, 4), "b": abstract(5)}
+    memory = {leaf.shape: leaf.layout for leaf in layouts(optax.scale_by_lbfgs(memory_size=10), params)[1]}
+    assert memory[10, 16, 4] == Layout((10, 16, 4), 8, "flat")
+    assert memory[10, 5] is None
+
+
+def test_specs_of_abstract_state_are_those_of_real_state(mesh8):
+    """A state that is only known by its stored shapes goes into a user's `shard_map` like a real one."""
+    params = {"w": jnp.ones((16, 4)), "b": jnp.ones(5), "s": jnp.ones(())}
+    zero = jaxzero.Zero(mesh8)
+    for inner in (optax.adam(0.1), optax.scale_by_lbfgs(memory_size=10), optax.lamb(0.1)):
+        tx = zero.optimizer(inner)
+        assert zero.specs(jax.eval_shape(tx.init, params)) == zero.specs(tx.init(params))
 
 
 def test_wear_and_bare():

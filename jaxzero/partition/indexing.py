@@ -1,7 +1,6 @@
 """Slices, gathers and scatters at computed places: each device does them on its share of what they leave uncut.
 
-The memory of L-BFGS is such an array: the oldest of ten gradients is replaced, and each is cut like its
-parameter. An index into a dimension that is cut makes the array whole.
+An index into a dimension that is cut makes the array whole.
 """
 
 from typing import Any
