@@ -3,6 +3,7 @@
 from .layout import EvenSplit as EvenSplit
 from .plain import zero1 as zero1
 from .plain import zero2 as zero2
+from .plain import zero3 as zero3
 from .zero import Zero as Zero
 
 __version__ = "0.1.0"

@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from . import batches, dependence, mesh, partition, synchronise
+from . import batches, dependence, mesh, partition, split_loss, synchronise
 from .batches import Arguments
 from .layout import is_split
 from .mesh import Axes, path_text
 from .options import Options
-from .state import Leaves, is_key, leaves_of, wear
+from .state import Leaves, bare, is_key, leaves_of, wear
 
 P = PartitionSpec
 CALL = "value_and_grad"
@@ -36,12 +36,14 @@ def value_and_grad(
         axes, manual = options.context(CALL)
         traced = manual or mesh.is_traced((params, batch))
         arguments, arrays = batches.sort_arguments(batch, whole_argnums, fold_keys, traced)
-        leaves = _parameters(params, axes, options)
+        leaves = _parameters(params, axes, options, manual)
         flat = jax.tree.leaves(params)
+        if options.stage == 3 and manual:
+            return loss.inside_split(axes, leaves, arguments, flat, arrays)
         if manual:
             return loss.inside(axes, leaves, arguments, flat, arrays)
         batches.check_divides(arguments.arrays, arrays, axes)
-        flat, arrays = _placed(options.mesh, axes, leaves, arguments, flat, arrays)
+        flat, arrays = _placed(options.mesh, axes, leaves, arguments, flat, arrays, options.stage == 3)
         run = functools.partial(loss.outside, axes, leaves, arguments)
         if traced:
             return run(flat, arrays)
@@ -77,6 +79,8 @@ class Loss:
     def outside(self, axes: Axes, leaves: Leaves, arguments: Arguments, params: Any, arrays: Any) -> Any:
         """The global view: a region of the library's own around the loss."""
         options = self.options
+        if options.stage == 3:
+            return self.outside_split(axes, leaves, arguments, params, arrays)
         over = _batch_axes(options.mesh, axes)
         aux_tree = self._check_aux(axes, leaves, arguments, params, arrays)
         whole = options.stage == 1
@@ -88,16 +92,7 @@ class Loss:
 
         trainable = [leaf for leaf in leaves.leaves if leaf.trainable]
         grad_specs = [P() if whole or leaf.layout is None else leaf.layout.spec(axes.shard) for leaf in trainable]
-        # The one region without the type check: a program written for one device does not pass it
-        # (a scan carry that starts as a constant), and without it autodiff inserts no reduction.
-        run = jax.shard_map(
-            body,
-            mesh=options.mesh,
-            in_specs=(P(), [a.spec(over) for a in arguments.arrays]),
-            out_specs=(P(), P(), grad_specs),
-            axis_names=mesh.manual_axes(options.mesh, axes),
-            check_vma=False,
-        )
+        run = _region(options, axes, body, (P(), [a.spec(over) for a in arguments.arrays]), (P(), P(), grad_specs))
         value, aux, grads = run(params, arrays)
         return self._assemble(value, jax.tree.unflatten(aux_tree, aux), grads, leaves, whole)
 
@@ -121,6 +116,49 @@ class Loss:
                 raise _aux_error(path, x.dtype)
         flat = [mesh.cast(x, axes.every) if _is_mean(x.dtype) else x for _, x in pairs]
         value, aux, grads = _reduced(value, flat, grads, leaves, axes, self.options, False)
+        return self._assemble(value, jax.tree.unflatten(aux_tree, aux), grads, leaves, False)
+
+    def _program(self, axes: Axes, leaves: Leaves, arguments: Arguments, arrays: Any, count: int) -> Any:
+        """The gradient program at full parameter shapes and the shapes of one device's examples."""
+        local = [
+            jax.ShapeDtypeStruct((x.shape[0] // count, *x.shape[1:]) if a.cut else np.shape(x), jnp.result_type(x))
+            for a, x in zip(arguments.arrays, arrays, strict=True)
+        ]
+        return split_loss.trace(functools.partial(self.local, leaves, arguments), leaves, local, axes, self.options)
+
+    def _aux_of(self, program: Any, arguments: Arguments, axes: Axes) -> tuple[bool, Any]:
+        """Whether the loss depends on the device; the structure of aux, checked as at the other stages."""
+        value, *marks = program.differs([a.cut or a.key for a in arguments.arrays], axes)
+        pairs, tree = jax.tree_util.tree_flatten_with_path(program.out[1])
+        for (path, x), mark in zip(pairs, marks, strict=False):
+            if mark and not _is_mean(x.dtype):
+                raise _aux_error(path, x.dtype)
+        return value, tree
+
+    def outside_split(self, axes: Axes, leaves: Leaves, arguments: Arguments, params: Any, arrays: Any) -> Any:
+        """Stage 3 in the global view: the region evaluates the gradient program over shares."""
+        options = self.options
+        program = self._program(axes, leaves, arguments, arrays, axes.n * axes.r)
+        _, aux_tree = self._aux_of(program, arguments, axes)
+
+        def body(params: Any, arrays: Any, consts: Any) -> Any:
+            arrays = batches.fold(arguments.arrays, arrays, axes)
+            return program.run(params, arrays, consts, False)
+
+        cut = lambda leaf: P() if leaf.layout is None else leaf.layout.spec(axes.shard)
+        dealt = [a.spec(_batch_axes(options.mesh, axes)) for a in arguments.arrays]
+        in_specs = ([cut(leaf) for leaf in leaves.leaves], dealt, P())
+        out_specs = (P(), P(), [cut(leaf) for leaf in leaves.leaves if leaf.trainable])
+        run = _region(options, axes, body, in_specs, out_specs)
+        value, aux, grads = run(params, arrays, program.consts)
+        return self._assemble(value, jax.tree.unflatten(aux_tree, aux), grads, leaves, False)
+
+    def inside_split(self, axes: Axes, leaves: Leaves, arguments: Arguments, params: Any, arrays: Any) -> Any:
+        """Stage 3 inside a user's `shard_map`: the same program; every value is typed as varying."""
+        arrays = batches.fold(arguments.arrays, arrays, axes)
+        program = self._program(axes, leaves, arguments, arrays, 1)
+        _, aux_tree = self._aux_of(program, arguments, axes)
+        value, aux, grads = program.run(params, arrays, program.consts, True)
         return self._assemble(value, jax.tree.unflatten(aux_tree, aux), grads, leaves, False)
 
     def _assemble(self, value: Any, aux: Any, grads: Any, leaves: Leaves, whole: bool) -> Any:
@@ -154,6 +192,22 @@ class Loss:
             if mark and not _is_mean(x.dtype):
                 raise _aux_error(path, x.dtype)
         return tree
+
+
+def _region(options: Options, axes: Axes, body: Callable[..., Any], in_specs: Any, out_specs: Any) -> Any:
+    """The one region without the type check.
+
+    A program written for one device does not pass it (a scan carry that starts as a constant), and
+    without it autodiff inserts no reduction.
+    """
+    return jax.shard_map(
+        body,
+        mesh=options.mesh,
+        in_specs=in_specs,
+        out_specs=out_specs,
+        axis_names=mesh.manual_axes(options.mesh, axes),
+        check_vma=False,
+    )
 
 
 def _reduced(
@@ -218,14 +272,25 @@ def _check_loss(out: Any, has_aux: bool) -> tuple[Any, Any]:
     return value, aux
 
 
-def _parameters(params: Any, axes: Axes, options: Options) -> Leaves:
-    for path, x in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_split):
-        if is_split(x):
+def _parameters(params: Any, axes: Axes, options: Options, manual: bool) -> Leaves:
+    split = options.stage == 3
+    leaves = leaves_of(params, axes.n, options.stacked, shares=split and manual)
+    for leaf, x in zip(leaves.leaves, jax.tree.leaves(params, is_leaf=is_split), strict=True):
+        if is_split(x) and not split:
             raise ValueError(
-                f"{CALL}: parameter leaf {path_text(path)!r} is an EvenSplit, but at stage "
+                f"{CALL}: parameter leaf {path_text(leaf.path)!r} is an EvenSplit, but at stage "
                 f"{options.stage} parameters are whole. Expected plain arrays. Fix: zero.gather(params)."
             )
-    return leaves_of(params, axes.n, options.stacked)
+        if not split or leaf.layout is None:
+            continue
+        wanted = leaf.layout.local_shape if manual else leaf.layout.stored_shape
+        if is_split(x) != (leaf.layout.kind == "flat") or np.shape(bare(x)) != wanted:
+            raise ValueError(
+                f"{CALL}: parameter leaf {path_text(leaf.path)!r} has stored shape {np.shape(bare(x))}; at stage 3 "
+                f"expected {wanted}, its share layout over {axes.n} devices. It is whole, or split for another mesh or "
+                "stage. Fix: params = zero.shard(params) with this Zero."
+            )
+    return leaves
 
 
 def _batch_axes(mesh_: Any, axes: Axes) -> tuple[str, ...]:
@@ -240,9 +305,11 @@ def _placed(
     arguments: Arguments,
     params: Sequence[Any],
     arrays: Sequence[Any],
+    split: bool,
 ) -> tuple[list[Any], list[Any]]:
     over = _batch_axes(mesh_, axes)
     place = lambda path, x, spec, own: mesh.place(CALL, mesh_, path, x, spec, own)
-    params = [place(leaf.path, x, P(), axes.every) for leaf, x in zip(leaves.leaves, params, strict=True)]
+    rest = [P() if leaf.layout is None or not split else leaf.layout.spec(axes.shard) for leaf in leaves.leaves]
+    params = [place(leaf.path, x, s, axes.every) for leaf, x, s in zip(leaves.leaves, params, rest, strict=True)]
     arrays = [place((), x, a.spec(over), mesh_.axis_names) for a, x in zip(arguments.arrays, arrays, strict=True)]
     return params, arrays

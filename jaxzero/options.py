@@ -13,6 +13,12 @@ from .mesh import AxisNames
 
 #: Measured (`benchmarks/buckets.py`): from here on joining costs more in copies than it saves in calls.
 BUCKET_BYTES = 256 * 2**10
+#: How many large gathers of stage 3 may run ahead of the computation.
+PREFETCH = 2
+#: Parameters up to this size stay whole from their first use to the end of the backward pass.
+PERSIST_BYTES = 64 * 2**10
+#: Smaller parameters of stage 3 travel together.
+CHUNK_BYTES = 1 * 2**20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +32,11 @@ class Options:
     replica_axis: AxisNames | None = None
     bucket_bytes: int | None = BUCKET_BYTES
     reduce_dtype: Any = None
-    stacked: Callable[[Any], bool] | None = None
+    stacked: Callable[[Any], int] | None = None
+    prefetch: int = PREFETCH
+    persist_bytes: int = PERSIST_BYTES
+    chunk_bytes: int | None = CHUNK_BYTES
+    observed: Any = None
 
     def __new__(cls, *args: Any, **options: Any) -> "Options":
         """Refuses unknown options by name, with the nearest known one."""
@@ -47,8 +57,8 @@ class Options:
             )
         if self.stage not in STAGES or isinstance(self.stage, bool):
             raise ValueError(
-                f"Zero: stage={self.stage!r}. Expected one of {STAGES}. Fix: stage=2 splits optimizer "
-                "state and gradients, stage=1 optimizer state alone."
+                f"Zero: stage={self.stage!r}. Expected one of {STAGES}. Fix: stage=1 splits optimizer "
+                "state, stage=2 gradients too, stage=3 parameters too."
             )
         size = self.bucket_bytes
         if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
@@ -81,7 +91,7 @@ class Options:
         return meshes.resolve(call, self.mesh, self.shard_axes, self.replica_axes, manual), manual
 
 
-STAGES = (1, 2)
+STAGES = (1, 2, 3)
 
 
 def _check_dtype(dtype: Any) -> None:

@@ -1,54 +1,141 @@
 """Where parameters, gradients and state stand: born, put in place, gathered, and their specs."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec
+import jax.numpy as jnp
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from . import collectives, mesh
 from .layout import EvenSplit, Layout, even_split, is_split
 from .mesh import Axes, path_text
 from .options import Options
-from .state import shape_dtype
+from .state import bare, leading, leaves_of, shape_dtype, wear
 
 P = PartitionSpec
 
 
 def born(options: Options, init_fn: Callable[..., Any], *args: Any) -> Any:
-    """Parameters computed on the mesh, whole on every device."""
+    """Parameters computed on the mesh as they rest: whole at stages 1 and 2, cut at stage 3.
+
+    Everything is one program whose results are placed from the start, so that the compiler computes
+    each device's part of a random draw alone and no device holds a whole leaf.
+    """
     _outside(options, "init")
-    return jax.jit(init_fn, out_shardings=NamedSharding(options.mesh, P()))(*args)
+    if mesh.is_traced(args):
+        return shard(options, init_fn(*args), "init")
+    if options.stage < 3:
+        return jax.jit(init_fn, out_shardings=NamedSharding(options.mesh, P()))(*args)
+    axes, _ = options.context("init")
+    cut = lambda *args: _cut(options, axes, init_fn(*args))
+    specs_ = _specs_at_rest(options, axes, jax.eval_shape(cut, *args))
+    placed = jax.tree.map(lambda spec: NamedSharding(options.mesh, spec), specs_)
+    return jax.jit(cut, out_shardings=placed)(*args)
 
 
-def shard(options: Options, params: Any) -> Any:
-    """Every leaf replicated over the mesh."""
-    _outside(options, "shard")
-    place = lambda path, x: mesh.place("shard", options.mesh, path, x, P(), options.mesh.axis_names)
-    return jax.tree_util.tree_map_with_path(place, params)
+def _specs_at_rest(options: Options, axes: Axes, split: Any) -> Any:
+    leaves = leaves_of(split, axes.n, options.stacked)
+    stored = [P() if leaf.layout is None else leaf.layout.spec(axes.shard) for leaf in leaves.leaves]
+    worn = [wear(spec, leaf.layout) for spec, leaf in zip(stored, leaves.leaves, strict=True)]
+    return leaves.unflatten(worn)
+
+
+def _cut(options: Options, axes: Axes, params: Any) -> Any:
+    """Full parameters in their stored shapes."""
+    leaves = leaves_of(params, axes.n, options.stacked)
+    out = []
+    for leaf, x in zip(leaves.leaves, jax.tree.leaves(params, is_leaf=is_split), strict=True):
+        if leaf.layout is not None and not is_split(x):
+            x = wear(collectives.stored(jnp.asarray(x), leaf.layout), leaf.layout)
+        out.append(x)
+    return leaves.unflatten(out)
+
+
+def shard(options: Options, params: Any, call: str = "shard") -> Any:
+    """Every leaf as it rests: replicated over the mesh, or at stage 3 cut."""
+    _outside(options, call)
+    axes, _ = options.context(call)
+    leaves = leaves_of(params, axes.n, options.stacked)
+    out = []
+    for leaf, x in zip(leaves.leaves, jax.tree.leaves(params, is_leaf=is_split), strict=True):
+        if options.stage < 3 or leaf.layout is None:
+            if is_split(x):
+                raise ValueError(
+                    f"{call}: leaf {path_text(leaf.path)!r} is an EvenSplit, but at stage {options.stage} "
+                    "parameters are whole. Expected a plain array. Fix: zero.gather it first."
+                )
+            out.append(_put(call, options, leaf.path, x, P(), options.mesh.axis_names))
+            continue
+        if is_split(x):
+            _layout(call, options, leaf.path, x, axes)
+        stored = _stored(call, options, leaf.path, x, leaf.layout)
+        stored = _put(call, options, leaf.path, stored, leaf.layout.spec(axes.shard), axes.every)
+        out.append(wear(stored, leaf.layout))
+    return leaves.unflatten(out)
+
+
+def _stored(call: str, options: Options, path: Any, x: Any, layout: Layout) -> Any:
+    if is_split(x) or layout.kind == "rows":
+        return bare(x)
+    sharding = getattr(jax.typeof(x) if isinstance(x, jax.core.Tracer) else x, "sharding", None)
+    if isinstance(sharding, NamedSharding) and any(sharding.spec):
+        x = mesh.place(call, options.mesh, path, x, P(), options.mesh.axis_names)
+    return collectives.stored(jnp.asarray(x), layout)
+
+
+def _put(call: str, options: Options, path: Any, x: Any, spec: P, own: Any) -> Any:
+    """`mesh.place`, and for a traced array on an Auto mesh a constraint: here the placement is the point."""
+    x = mesh.place(call, options.mesh, path, x, spec, own)
+    if isinstance(x, jax.core.Tracer) and AxisType.Explicit not in options.mesh.axis_types:
+        x = jax.lax.with_sharding_constraint(x, NamedSharding(options.mesh, spec))
+    return x
 
 
 def gather(options: Options, tree: Any) -> Any:
     """Every leaf whole and replicated; padding is cut off."""
     axes, manual = options.context("gather")
-    pairs, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_split)
     if manual:
+        return _gather_inside(options, axes, tree)
+    pairs, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_split)
+    out = []
+    for path, x in pairs:
+        if not is_split(x):
+            out.append(_put("gather", options, path, x, P(), axes.every))
+            continue
+        layout = _layout("gather", options, path, x, axes)
+        value = mesh.place("gather", options.mesh, path, x.value, layout.spec(axes.shard), axes.every)
+        out.append(_gather_one(options.mesh, axes, layout)(value))
+    return jax.tree.unflatten(structure, out)
+
+
+@functools.lru_cache(maxsize=512)
+def _gather_one(mesh_: Any, axes: Axes, layout: Layout) -> Callable[[Any], Any]:
+    whole = lambda x: collectives.all_gather([x], [layout], axes.shard, bucket_bytes=None)[0]
+    return jax.jit(mesh.region(mesh_, axes, whole, layout.spec(axes.shard), P()))
+
+
+def _gather_inside(options: Options, axes: Axes, tree: Any) -> Any:
+    """Inside a user's `shard_map` only stage 3 says what a plain leaf is: this device's rows."""
+    if options.stage < 3:
         raise ValueError(
             "gather: called inside shard_map, where a plain leaf does not show whether it is a share. "
             "Expected the global view. Fix: return the tree with out_specs=zero.specs(tree) and gather "
             "it outside."
         )
-    out = []
-    for path, x in pairs:
-        if not is_split(x):
-            out.append(mesh.place("gather", options.mesh, path, x, P(), axes.every))
-            continue
-        layout = _layout("gather", options, path, x, axes)
-        value = mesh.place("gather", options.mesh, path, x.value, layout.spec(axes.shard), axes.every)
-        cut = lambda x, layout=layout: collectives.all_gather([x], [layout], axes.shard, bucket_bytes=None)[0]
-        run = mesh.region(options.mesh, axes, cut, layout.spec(axes.shard), P())
-        out.append(jax.jit(run)(value))
-    return jax.tree.unflatten(structure, out)
+    leaves = leaves_of(tree, axes.n, options.stacked, shares=True)
+    out = [bare(x) for x in jax.tree.leaves(tree, is_leaf=is_split)]
+    cut = [i for i, leaf in enumerate(leaves.leaves) if leaf.layout is not None]
+    whole = collectives.all_gather(
+        [out[i] for i in cut],
+        [leaves.leaves[i].cut for i in cut],
+        axes.shard,
+        bucket_bytes=options.bucket_bytes,
+    )
+    for i, x in zip(cut, whole, strict=True):
+        out[i] = x
+    return leaves.unflatten(out)
 
 
 def specs(options: Options, tree: Any) -> Any:
@@ -63,8 +150,7 @@ def specs(options: Options, tree: Any) -> Any:
         if isinstance(sharding, NamedSharding) and axes.n > 1:  # over one device JAX drops the axis
             return _short(sharding.spec)
         shape, _ = shape_dtype(x)
-        lead = int(options.stacked is not None and bool(options.stacked(path)))
-        stored = even_split(shape, axes.n, lead)
+        stored = even_split(shape, axes.n, leading(options.stacked, path))
         return P() if stored is None or stored.kind == "flat" else stored.spec(axes.shard)
 
     return jax.tree_util.tree_map_with_path(spec, tree, is_leaf=is_split)

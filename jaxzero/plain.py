@@ -80,6 +80,41 @@ def zero2(
     return _plain(2, inner, axis_name, mesh, options)
 
 
+def zero3(
+    inner: optax.GradientTransformation,
+    axis_name: AxisNames = "data",
+    *,
+    mesh: Any = None,
+    **options: Any,
+) -> optax.GradientTransformationExtraArgs:
+    """Wraps an optimizer with state, gradients and parameters split over `axis_name` (stage 3).
+
+    Parameters and updates are shares; whole local gradients are reduce-scattered, shares are taken as they are.
+
+    Args:
+      inner: Any Optax optimizer; the whole chain.
+      axis_name: Mesh axis, or tuple of axes, over which state is split.
+      mesh: The mesh, for calls outside `shard_map`; inside, sizes come from the bound axis.
+      **options: Those of `Zero`, and `grads=` of `Zero.optimizer`.
+
+    Returns:
+      An `optax.GradientTransformationExtraArgs`.
+
+    Raises:
+      ValueError: For unknown options and axes.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp, optax, jaxzero
+      >>> mesh = jax.make_mesh((8,), ("data",))
+      >>> tx = jaxzero.zero3(optax.sgd(1.0), mesh=mesh)
+      >>> w = jaxzero.Zero(mesh, stage=3).shard(jnp.ones(16))
+      >>> updates, _ = tx.update(w, tx.init(w), w)
+      >>> tuple(updates.sharding.spec)
+      ('data',)
+    """
+    return _plain(3, inner, axis_name, mesh, options)
+
+
 def _plain(stage: int, inner: Any, axis_name: AxisNames, mesh: Any, options: dict[str, Any]) -> Any:
     grads = options.pop("grads", "local")
     return Zero(mesh, stage=stage, shard_axis=axis_name, **options).optimizer(inner, grads=grads)

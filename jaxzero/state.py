@@ -83,16 +83,34 @@ class Leaves:
         return jax.tree.unflatten(self.tree, arrays)
 
 
-def leaves_of(tree: Any, n: int, stacked: Callable[[Path], bool] | None) -> Leaves:
-    """The leaves of a tree of parameters or gradients, whole or split."""
+def leading(stacked: Callable[[Path], int] | None, path: Path) -> int:
+    """How many leading dimensions of a leaf count layers; a predicate's True is one."""
+    return 0 if stacked is None else int(stacked(path))
+
+
+def leaves_of(tree: Any, n: int, stacked: Callable[[Path], int] | None, *, shares: bool = False) -> Leaves:
+    """The leaves of a tree of parameters or gradients, whole or split.
+
+    Args:
+      tree: The tree.
+      n: The number of shares.
+      stacked: The leaves whose leading axis counts layers.
+      shares: Whether plain arrays are this device's rows of parameters at rest (stage 3, inside a
+        user's `shard_map`): then the logical shape is `n` times as long.
+
+    Returns:
+      The leaves, at logical shapes.
+    """
     out = []
     pairs, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_split)
     for path, x in pairs:
         shape, dtype = shape_dtype(x)
         leaf = Leaf(path, shape, dtype, None)
         if leaf.trainable:
-            lead = int(stacked is not None and bool(stacked(path)))
-            leaf = dataclasses.replace(leaf, layout=even_split(shape, n, lead))
+            lead = leading(stacked, path)
+            if shares and not is_split(x) and len(shape) > lead:
+                shape = (*shape[:lead], shape[lead] * n, *shape[lead + 1 :])
+            leaf = Leaf(path, shape, dtype, even_split(shape, n, lead))
         out.append(leaf)
     return Leaves(tuple(out), structure)
 

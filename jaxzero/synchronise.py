@@ -53,6 +53,18 @@ def mean_whole(local: Sequence[Array], axes: Axes, options: Options) -> list[Arr
     return [_receive(x, g.dtype, axes) for x, g in zip(done, local, strict=True)]
 
 
+def send(values: Sequence[Array], axes: Axes, options: Options) -> list[Array]:
+    """Local terms of gradients in the form in which they are summed over the shard axis."""
+    return [_send(x, axes, options) for x in values]
+
+
+def finish(shares: Sequence[Array], dtypes: Sequence[Any], axes: Axes, options: Options) -> list[Array]:
+    """Shares that are sums over the shard axis become means over all devices: the second hop, and the division."""
+    if axes.replica:
+        shares = collectives.all_reduce(shares, axes.replica, bucket_bytes=options.bucket_bytes)
+    return [_receive(x, dtype, axes) for x, dtype in zip(shares, dtypes, strict=True)]
+
+
 def _send(x: Array, axes: Axes, options: Options) -> Array:
     """To the dtype on the wire; a narrow one is divided first, so that the sum cannot overflow."""
     dtype = wire_dtype(x.dtype, options.reduce_dtype)

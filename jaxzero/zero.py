@@ -7,6 +7,7 @@ from typing import Any
 import optax
 
 from . import checks, gradients, placement, wrapper
+from . import observe as observing
 from .options import Options
 from .partition import Report
 
@@ -113,6 +114,35 @@ class Zero(Options):
           True
         """
         return placement.born(self, init_fn, *args)
+
+    def observe(self, loss_fn: Callable[..., Any], params: Any, *batch: Any) -> "Zero":
+        """A `Zero` that knows how a loss uses its parameters: which leaves a `scan` stacks.
+
+        Traces only: nothing is computed or sent. A leaf whose every use is as the scanned operand of a
+        `scan` is *stacked*: it is split inside each layer, and the scan's body gathers one layer.
+
+        Args:
+          loss_fn: The loss, as for `value_and_grad`.
+          params: Parameters, whole or split, concrete or abstract.
+          *batch: The rest of its arguments, global, concrete or abstract.
+
+        Returns:
+          The same options with `stacked` set and `observed.order`, `observed.unused` filled in.
+
+        Raises:
+          ValueError: If the loss uses no leaf of the parameters.
+
+        Examples:
+          >>> import jax, jax.numpy as jnp, jaxzero
+          >>> zero = jaxzero.Zero(jax.make_mesh((8,), ("data",)), stage=3)
+          >>> def loss(w, x):
+          ...     return jnp.mean(jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0])
+          >>> zero = zero.observe(loss, jnp.ones((3, 16, 16)), jnp.ones((8, 16)))
+          >>> tuple(zero.shard(jnp.ones((3, 16, 16))).sharding.spec)
+          (None, 'data')
+        """
+        observed, stacked = observing.observe(self, loss_fn, params, *batch)
+        return dataclasses.replace(self, stacked=stacked, observed=observed)
 
     def shard(self, params: Any) -> Any:
         """Parameters as they rest between steps: whole on every device, at stages 1 and 2.

@@ -1,0 +1,194 @@
+"""A traced program as one list of steps: inner programs that are only calls are written out in place.
+
+In the list the order of all uses of a parameter is known, so that a gather and what it waits for can be
+placed anywhere. `scan` keeps its body; `cond`, `while` and everything else stay single steps.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from ._compat import Literal, open_program
+
+#: Equations that only call an inner program, and the parameter that holds it. The program of a gradient
+#: has the custom rules resolved already; what is left of them is the function itself.
+_CALLS = {
+    "jit": "jaxpr",
+    "pjit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "core_call": "call_jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+    "remat2": "jaxpr",
+    "checkpoint": "jaxpr",
+}
+_REMAT = {"remat2", "checkpoint"}
+
+
+class Var:
+    """One value of a flat program."""
+
+    def __init__(self, aval: Any) -> None:
+        self.aval = aval
+
+    def __repr__(self) -> str:
+        return f"%{id(self) % 10**6}:{self.aval.str_short()}"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Known:
+    """A literal, or a constant of an inner program."""
+
+    value: Any
+
+
+Atom = Var | Known
+
+
+@dataclasses.dataclass(eq=False)
+class Step:
+    """One equation, or a barrier that the recomputation of a `jax.checkpoint` begins with.
+
+    Attributes:
+      eqn: The equation; `None` for a barrier, whose results are its operands.
+      ins: Its operands.
+      outs: Its results.
+      region: The number of the innermost `jax.checkpoint` around it, or `None`.
+    """
+
+    eqn: Any
+    ins: list[Atom]
+    outs: list[Var]
+    region: int | None
+
+    @property
+    def name(self) -> str:
+        """The primitive's name."""
+        return "barrier" if self.eqn is None else self.eqn.primitive.name
+
+
+@dataclasses.dataclass(eq=False)
+class Flat:
+    """A program as a list of steps."""
+
+    inputs: list[Var]
+    steps: list[Step]
+    outs: list[Atom]
+
+
+def flatten(jaxpr: Any, consts: Sequence[Any] | None = None) -> Flat:
+    """The steps of a program, without those that nothing needs.
+
+    Args:
+      jaxpr: An open program.
+      consts: Its constants, if they are known; else they are the first inputs.
+
+    Returns:
+      The flat program.
+    """
+    env: dict[Any, Atom] = {}
+    inputs = [Var(v.aval) for v in jaxpr.invars]
+    if consts is None:
+        before = [Var(v.aval) for v in jaxpr.constvars]
+        env.update(zip(jaxpr.constvars, before, strict=True))
+        inputs = before + inputs
+    else:
+        env.update((v, Known(c)) for v, c in zip(jaxpr.constvars, consts, strict=True))
+    env.update(zip([*([] if consts is not None else jaxpr.constvars), *jaxpr.invars], inputs, strict=True))
+    writer = _Writer()
+    writer.write(jaxpr, env, None)
+    flat = Flat(inputs, writer.steps, [_read(env, v) for v in jaxpr.outvars])
+    return _needed(flat)
+
+
+def _read(env: dict[Any, Atom], atom: Any) -> Atom:
+    if isinstance(atom, Literal):
+        aval = atom.aval
+        return Known(np.asarray(atom.val, aval.dtype))  # type: ignore[attr-defined]
+    return env[atom]
+
+
+class _Writer:
+    def __init__(self) -> None:
+        self.steps: list[Step] = []
+        self.regions = 0
+
+    def write(self, jaxpr: Any, env: dict[Any, Atom], region: int | None) -> None:
+        for eqn in jaxpr.eqns:
+            ins = [_read(env, v) for v in eqn.invars]
+            name = eqn.primitive.name
+            if name in _CALLS:
+                inner, consts = open_program(eqn.params[_CALLS[name]])
+                if name in _REMAT:
+                    self.regions += 1
+                    ins = self._barrier(eqn.params, ins, self.regions)
+                here: dict[Any, Atom] = dict(zip(inner.constvars, map(Known, consts), strict=True))
+                here.update(zip(inner.invars, ins, strict=True))
+                self.write(inner, here, self.regions if name in _REMAT else region)
+                env.update((v, _read(here, o)) for v, o in zip(eqn.outvars, inner.outvars, strict=True))
+                continue
+            outs = [Var(v.aval) for v in eqn.outvars]
+            env.update(zip(eqn.outvars, outs, strict=True))
+            self.steps.append(Step(eqn, ins, outs, region))
+
+    def _barrier(self, params: Any, ins: list[Atom], region: int) -> list[Atom]:
+        """What `jax.checkpoint` lowers to: its operands in one barrier, so that nothing is merged with the forward."""
+        prevent = params.get("prevent_cse", True)
+        chosen = prevent if isinstance(prevent, tuple) else (prevent,) * len(ins)
+        if not params.get("differentiated", True) or not any(chosen):
+            return ins
+        held = [i for i, (x, p) in enumerate(zip(ins, chosen, strict=True)) if p and isinstance(x, Var)]
+        outs = [Var(ins[i].aval) for i in held]  # type: ignore[union-attr]
+        self.steps.append(Step(None, [ins[i] for i in held], outs, region))
+        out = list(ins)
+        for i, v in zip(held, outs, strict=True):
+            out[i] = v
+        return out
+
+
+def _needed(flat: Flat) -> Flat:
+    """Without steps whose results nobody reads: a gather for them would not be removed by the compiler."""
+    wanted = {x for x in flat.outs if isinstance(x, Var)}
+    kept = []
+    for step in reversed(flat.steps):
+        if step.eqn is None:
+            pairs = [(i, o) for i, o in zip(step.ins, step.outs, strict=True) if o in wanted]
+            step = Step(None, [i for i, _ in pairs], [o for _, o in pairs], step.region)
+        if wanted.intersection(step.outs) or (step.eqn is not None and step.eqn.effects):
+            wanted.update(x for x in step.ins if isinstance(x, Var))
+            kept.append(step)
+    return Flat(flat.inputs, kept[::-1], flat.outs)
+
+
+def check_effects(jaxpr: Any, call: str) -> None:
+    """Refuses what needs an order between devices, or answers from the host."""
+    for eqn in jaxpr.eqns:
+        name = eqn.primitive.name
+        if name == "io_callback" or eqn.params.get("ordered"):
+            what = "an io_callback" if name == "io_callback" else f"an ordered effect ({name})"
+            raise ValueError(
+                f"{call}: the loss contains {what}. Found it while tracing; expected a function of its "
+                "arguments. Fix: move it out of the loss (return what it needs as aux), or print with "
+                "jax.debug.print(...) without ordered=True."
+            )
+        for inner in _inner(eqn):
+            check_effects(inner, call)
+
+
+def _inner(eqn: Any) -> list[Any]:
+    out = []
+    for value in eqn.params.values():
+        for x in value if isinstance(value, (tuple, list)) else (value,):
+            if hasattr(x, "eqns"):
+                out.append(x)
+            elif hasattr(x, "jaxpr") and hasattr(x.jaxpr, "eqns"):
+                out.append(x.jaxpr)
+    return out
+
+
+def nbytes(shape: Sequence[int], dtype: Any) -> int:
+    """Bytes of an array."""
+    return int(np.prod(shape, dtype=object)) * jax.dtypes.canonicalize_dtype(dtype).itemsize

@@ -1,0 +1,201 @@
+"""Stage 3: a gradient program evaluated over parameters that are gathered where they meet data.
+
+The loss is differentiated once, at full shapes and outside any manual region; what is evaluated here, on
+each device, is the resulting program. So every use of a parameter, forward or backward, is just a use.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from . import collectives, synchronise
+from ._compat import scan_parts
+from .flat_program import Known, Step, Var
+from .mesh import Axes, cast
+from .options import Options
+from .partition.bind import bind
+from .schedule import Schedule, Slot, Unit
+from .state import is_key
+
+_ALL_TOGETHER = 2**62
+
+
+def evaluate(
+    schedule: Schedule, args: Sequence[Any], axes: Axes, options: Options, typed: bool
+) -> tuple[list[Any], dict[int, Any]]:
+    """Runs a planned program on one device.
+
+    Args:
+      schedule: The plan.
+      args: One array per input; this device's share where the plan says so.
+      axes: The mesh axes.
+      options: The options.
+      typed: Whether the region checks types: then every value is typed as varying over all axes.
+
+    Returns:
+      The results (`None` for gradients and views), and the gradients: sums over the shard axis of this
+      device's share, by position; a gradient that is zero is missing.
+    """
+    return _Evaluation(schedule, args, axes, options, typed).run()
+
+
+class _Evaluation:
+    def __init__(self, schedule: Schedule, args: Sequence[Any], axes: Axes, options: Options, typed: bool) -> None:
+        self.plan, self.axes, self.options, self.typed = schedule, axes, options, typed
+        values = [self._type(x) for x in args]
+        self.env: dict[Var, Any] = dict(zip(schedule.flat.inputs, values, strict=True))
+        self.tied: dict[Slot, list[Any]] = {}
+        self.whole: dict[Slot, dict[Unit, Any]] = {}
+        self.grads: dict[int, Any] = {}
+        self.local: dict[int, Any] = {}
+        self.left = dict(schedule.sinks.count)
+
+    def run(self) -> tuple[list[Any], dict[int, Any]]:
+        flat, plan = self.plan.flat, self.plan
+        ties: dict[int, list[Slot]] = {}
+        for slot in plan.slots:
+            if slot.tied is not None:
+                ties.setdefault(slot.tied, []).append(slot)
+        for v in flat.inputs:
+            self._absorb(v)
+        for number, step in enumerate(flat.steps):
+            if plan.passive(step):
+                continue
+            ins = self._operands(step, ties.get(number, ()))
+            ins = self._with_views(number, step, ins)
+            self._results(step, self._compute(step, ins))
+        outs = []
+        for i, x in enumerate(flat.outs):
+            outs.append(None if i in plan.grads or i in plan.lazy else self._read(len(flat.steps), x))
+        for v in [v for v in plan.sinks.terms if v in plan.views]:
+            self.env[v] = self._read(len(flat.steps), v)
+            self._absorb(v, late=True)
+        return outs, self.grads
+
+    # --- operands ---
+
+    def _type(self, x: Any) -> Any:
+        return cast(x, self.axes.every) if self.typed else x
+
+    def _operands(self, step: Step, slots: Sequence[Slot]) -> list[Any]:
+        """The data of a step; the shares of `slots` wait for it, in one barrier whose results are all used."""
+        ins = [x.value if isinstance(x, Known) else None if x in self.plan.views else self.env[x] for x in step.ins]
+        held = [i for i, x in enumerate(ins) if isinstance(step.ins[i], Var) and _can_wait(x)]
+        shares = [self._shares(slot) for slot in slots]
+        if held and any(shares):
+            data, shares = lax.optimization_barrier(([ins[i] for i in held], shares))
+            for i, x in zip(held, data, strict=True):
+                ins[i] = x
+        self.tied.update(zip(slots, shares, strict=True))
+        return ins
+
+    def _shares(self, slot: Slot) -> list[Any]:
+        return [lax.convert_element_type(self.env[u.source], u.dtype) for u in slot.units]
+
+    def _gathered(self, number: int, unit: Unit) -> Any:
+        slot = self.plan.uses[number][unit]
+        if slot not in self.whole:
+            layouts = [self.plan.layouts[u.source] for u in slot.units]
+            shares = self.tied.pop(slot, None) or self._shares(slot)
+            done = collectives.all_gather(shares, layouts, self.axes.shard, bucket_bytes=_ALL_TOGETHER)
+            if slot.large:
+                self.whole = {s: w for s, w in self.whole.items() if not s.large or s.keep}
+            self.whole[slot] = {u: self._type(x) for u, x in zip(slot.units, done, strict=True)}
+        return self.whole[slot][unit]
+
+    def _with_views(self, number: int, step: Step, ins: list[Any]) -> list[Any]:
+        if step.eqn is None:
+            return ins
+        scan = self.plan.scans.get(step)
+        for i, x in enumerate(step.ins):
+            if isinstance(x, Var) and x in self.plan.views:
+                ins[i] = self.env[scan.sliced[i]] if scan and i in scan.sliced else self._read(number, x)
+        return ins
+
+    def _read(self, number: int, x: Any) -> Any:
+        if isinstance(x, Known):
+            return self._type(jnp.asarray(x.value)) if self.typed else x.value
+        if x not in self.plan.views:
+            return self.env[x]
+        view = self.plan.views[x]
+        return self._type(view.apply(self._gathered(number, self.plan.unit(view))))
+
+    # --- one step ---
+
+    def _compute(self, step: Step, ins: list[Any]) -> list[Any]:
+        if step.eqn is None:
+            held = [i for i, x in enumerate(ins) if _can_wait(x)]
+            for i, x in zip(held, lax.optimization_barrier([ins[i] for i in held]), strict=True):
+                ins[i] = x
+            return ins
+        if step in self.plan.scans:
+            return self._scan(step, ins)
+        return [self._type(x) for x in bind(step.eqn, ins)]
+
+    def _scan(self, step: Step, ins: list[Any]) -> list[Any]:
+        """A scan whose body gathers one layer, and reduces the gradient of one layer."""
+        scan, params = self.plan.scans[step], step.eqn.params
+        consts, carry, xs = (list(x) for x in scan_parts(step.eqn, ins))
+        count = len(carry)
+
+        def body(c: list[Any], x: list[Any]) -> Any:
+            outs, grads = evaluate(scan.body, [*consts, *c, *x], self.axes, self.options, self.typed)
+            for i, layout in scan.body.grads.items():
+                outs[i] = grads.get(i)
+                if outs[i] is None:
+                    dtype = scan.body.flat.outs[i].aval.dtype  # type: ignore[union-attr]
+                    wire = synchronise.wire_dtype(dtype, self.options.reduce_dtype)
+                    outs[i] = self._type(jnp.zeros(layout.local_shape, wire))
+            kept = [y for i, y in enumerate(outs[count:], count) if i not in scan.body.lazy]
+            return [jnp.asarray(y) for y in outs[:count]], kept
+
+        carry = [self._type(jnp.asarray(x, v.aval.dtype)) for x, v in zip(carry, step.outs[:count], strict=True)]
+        keywords = {k: params[k] for k in ("reverse", "unroll", "length")}
+        carry, ys = lax.scan(body, carry, xs, **keywords)
+        rest = iter(ys)
+        stacked = [None if i in scan.body.lazy else next(rest) for i in range(count, len(step.outs))]
+        for i, position in scan.sunk.items():
+            self._add(position, stacked[i - count])
+        return [*carry, *stacked]
+
+    def _results(self, step: Step, outs: list[Any]) -> None:
+        for v, x in zip(step.outs, outs, strict=True):
+            if v not in self.plan.views:
+                self.env[v] = x
+                self._absorb(v)
+
+    # --- gradients ---
+
+    def _absorb(self, v: Var, late: bool = False) -> None:
+        """If a value is a term of a gradient it is reduced now; small ones when their group is complete."""
+        if v in self.plan.views and not late:
+            return
+        for position in self.plan.sinks.terms.get(v, ()):
+            group = self.plan.groups.get(position)
+            if group is None or late:
+                self._reduce([position], [self.env[v]])
+                continue
+            before = self.local.get(position)
+            self.local[position] = self.env[v] if before is None else before + self.env[v]
+            self.left[position] -= 1
+            if not any(self.left[p] for p in group):
+                self._reduce(group, [self.local.pop(p) for p in group])
+
+    def _reduce(self, positions: Sequence[int], values: Sequence[Any]) -> None:
+        sent = synchronise.send(values, self.axes, self.options)
+        layouts = [self.plan.grads[p] for p in positions]
+        done = collectives.reduce_scatter(sent, layouts, self.axes.shard, bucket_bytes=_ALL_TOGETHER)
+        for position, x in zip(positions, done, strict=True):
+            self._add(position, x)
+
+    def _add(self, position: int, x: Any) -> None:
+        before = self.grads.get(position)
+        self.grads[position] = x if before is None else before + x
+
+
+def _can_wait(x: Any) -> bool:
+    """Whether a value may enter a barrier."""
+    return isinstance(x, jax.Array) and x.size > 0 and not is_key(x.dtype) and x.dtype != jax.dtypes.float0

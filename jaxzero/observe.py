@@ -1,0 +1,114 @@
+"""What a loss does with its parameters: order of first use, stacked leaves, unused leaves."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from . import partition
+from ._compat import open_program, scan_parts
+from .flat_program import Flat, Var, flatten
+from .mesh import path_text
+from .options import Options
+from .state import Leaves, leaves_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Stacked:
+    """A predicate on key paths: how many leading dimensions of a leaf count layers.
+
+    Attributes:
+      paths: Key paths of leaves, with that number. Optimizer state, whose paths end with them, counts too.
+      also: A predicate given by hand, which comes first.
+    """
+
+    paths: tuple[tuple[Any, int], ...]
+    also: Callable[[Any], int] | None = None
+
+    def __call__(self, path: Any) -> int:
+        """The number for one path."""
+        if self.also is not None and (by_hand := int(self.also(path))):
+            return by_hand
+        known = dict(self.paths)
+        return next((known[path[i:]] for i in range(len(path) + 1) if path[i:] in known), 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Observed:
+    """What `observe` found, by key path.
+
+    Attributes:
+      order: Leaves in the order of their first use.
+      unused: Leaves that the loss does not use.
+    """
+
+    order: tuple[Any, ...]
+    unused: tuple[Any, ...]
+
+
+def observe(options: Options, loss_fn: Callable[..., Any], params: Any, *batch: Any) -> tuple[Observed, Stacked]:
+    """Traces the loss, abstractly, and reads the trace."""
+    axes, manual = options.context("observe")
+    leaves = leaves_of(params, axes.n, None, shares=manual and options.stage == 3)
+    known = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves.leaves]
+    count = 1 if manual else axes.n * axes.r
+    local = jax.tree.map(lambda x: _local(x, count), batch)
+    env = list(zip(axes.every, axes.sizes, strict=True))
+    program = partition.trace(lambda p, b: loss_fn(leaves.unflatten(p), *b), known, local, axis_env=env)
+    flat = flatten(program.jaxpr, program.consts)
+    inputs = dict(zip(flat.inputs[: len(known)], range(len(known)), strict=True))
+    order: dict[int, None] = {}
+    stacked: dict[int, int] = {}
+    _walk(flat, inputs, order, stacked, 0)
+    return _found(leaves, order, stacked, options)
+
+
+def _found(leaves: Leaves, order: Any, stacked: Any, options: Options) -> tuple[Observed, Stacked]:
+    path = lambda i: leaves.leaves[i].path
+    if not order:
+        raise ValueError(
+            "observe: the loss uses no leaf of the parameters. Found none of "
+            f"{[path_text(leaf.path) for leaf in leaves.leaves[:4]]} in its trace; expected a function of its "
+            "first argument. Fix: use the argument, not parameters that the function closes over."
+        )
+    unused = tuple(leaf.path for i, leaf in enumerate(leaves.leaves) if i not in order)
+    deep = tuple((path(i), lead) for i, lead in sorted(stacked.items()) if lead)
+    return Observed(tuple(path(i) for i in order), unused), Stacked(deep, options.stacked)
+
+
+def _local(x: Any, count: int) -> Any:
+    """A batch leaf as one device sees it."""
+    shape, dtype = np.shape(x), x.dtype if hasattr(x, "dtype") else jnp.result_type(x)
+    if shape and shape[0] % count == 0:
+        shape = (shape[0] // count, *shape[1:])
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+_SAME = ("convert_element_type", "copy", "copy_p", "neg", "barrier")
+
+
+def _walk(flat: Flat, inputs: dict[Var, int], order: dict[int, None], stacked: dict[int, int], depth: int) -> None:
+    """Follows leaves through the program; `stacked` keeps the smallest depth at which all uses scan a leaf."""
+    here = dict(inputs)
+    for step in flat.steps:
+        known = [here.get(x) if isinstance(x, Var) else None for x in step.ins]
+        if step.name in _SAME:
+            here.update((o, i) for i, o in zip(known, step.outs, strict=False) if i is not None)
+            continue
+        xs_from = len(step.ins)
+        if step.name == "scan":
+            body = flatten(*open_program(step.eqn.params["jaxpr"]))
+            xs_from -= len(scan_parts(step.eqn, list(step.ins))[2])
+            inner = {body.inputs[i]: leaf for i, leaf in enumerate(known) if leaf is not None and i >= xs_from}
+            _walk(body, inner, order, stacked, depth + 1)
+        for i, leaf in enumerate(known):
+            if leaf is not None and i < xs_from:
+                order.setdefault(leaf)
+                stacked[leaf] = min(stacked.get(leaf, depth), depth)
+    for x in flat.outs:
+        if isinstance(x, Var) and x in here:
+            order.setdefault(here[x])
+            stacked[here[x]] = min(stacked.get(here[x], depth), depth)
