@@ -85,7 +85,7 @@ def sort_extra(
             sorted_.trees[name] = checks.gradients(call, given, flat, like, manual)  # type: ignore[index]
             trees += flat
         else:
-            avals = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in flat)
+            avals = tuple(jax.ShapeDtypeStruct(*shape_dtype(x)) for x in flat)
             sorted_.arrays[name] = (tree, avals)  # type: ignore[index]
             arrays += flat
     return sorted_, trees, arrays

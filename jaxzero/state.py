@@ -57,9 +57,11 @@ def is_key(dtype: Any) -> bool:
 
 
 def shape_dtype(x: Any) -> tuple[Shape, Any]:
-    """Logical shape and dtype of a leaf; Python and NumPy scalars are legal."""
+    """Logical shape and dtype of a leaf as JAX takes it: Python numbers and wide NumPy arrays are legal."""
     dtype = getattr(x, "dtype", None)
-    return tuple(np.shape(x)) if dtype is None else tuple(x.shape), dtype or jnp.result_type(x)
+    if dtype is None or isinstance(x, (np.ndarray, np.generic)) and dtype != jax.dtypes.float0:
+        dtype = jnp.result_type(x)
+    return tuple(np.shape(x) if not hasattr(x, "shape") else x.shape), dtype
 
 
 @dataclasses.dataclass(frozen=True)
