@@ -11,40 +11,39 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from . import collectives, synchronise
+from . import collectives
 from ._compat import scan_parts
 from .flat_program import Known, Step, Var
-from .mesh import Axes, cast
-from .options import Options
+from .mesh import cast
 from .partition.bind import bind
 from .schedule import Schedule, Slot, Unit
 from .state import is_key
+from .synchronise import Mean
 
 _ALL_TOGETHER = 2**62
 
 
 def evaluate(
-    schedule: Schedule, args: Sequence[Any], axes: Axes, options: Options, typed: bool
+    schedule: Schedule, args: Sequence[Any], mean: Mean, typed: bool
 ) -> tuple[list[Any], dict[int, Any]]:
     """Runs a planned program on one device.
 
     Args:
       schedule: The plan.
       args: One array per input; this device's share where the plan says so.
-      axes: The mesh axes.
-      options: The options.
+      mean: How gradients are sent, and over which axes.
       typed: Whether the region checks types: then every value is typed as varying over all axes.
 
     Returns:
       The results (`None` for gradients and views), and the gradients: sums over the shard axis of this
       device's share, by position; a gradient that is zero is missing.
     """
-    return _Evaluation(schedule, args, axes, options, typed).run()
+    return _Evaluation(schedule, args, mean, typed).run()
 
 
 class _Evaluation:
-    def __init__(self, schedule: Schedule, args: Sequence[Any], axes: Axes, options: Options, typed: bool) -> None:
-        self.plan, self.axes, self.options, self.typed = schedule, axes, options, typed
+    def __init__(self, schedule: Schedule, args: Sequence[Any], mean: Mean, typed: bool) -> None:
+        self.plan, self.mean, self.axes, self.typed = schedule, mean, mean.axes, typed
         values = [self._type(x) for x in args]
         self.env: dict[Var, Any] = dict(zip(schedule.flat.inputs, values, strict=True))
         self.tied: dict[Slot, list[Any]] = {}
@@ -59,6 +58,8 @@ class _Evaluation:
         for slot in plan.slots:
             if slot.tied is not None:
                 ties.setdefault(slot.tied, []).append(slot)
+        for position, x in plan.sinks.constants:
+            self._reduce([position], [self._type(jnp.asarray(x))])
         for v in flat.inputs:
             self._absorb(v)
         for number, step in enumerate(flat.steps):
@@ -142,13 +143,12 @@ class _Evaluation:
         count = len(carry)
 
         def body(c: list[Any], x: list[Any]) -> Any:
-            outs, grads = evaluate(scan.body, [*consts, *c, *x], self.axes, self.options, self.typed)
+            outs, grads = evaluate(scan.body, [*consts, *c, *x], self.mean, self.typed)
             for i, layout in scan.body.grads.items():
                 outs[i] = grads.get(i)
                 if outs[i] is None:
                     dtype = scan.body.flat.outs[i].aval.dtype  # type: ignore[union-attr]
-                    wire = synchronise.wire_dtype(dtype, self.options.reduce_dtype)
-                    outs[i] = self._type(jnp.zeros(layout.local_shape, wire))
+                    outs[i] = self._type(jnp.zeros(layout.local_shape, self.mean.wire(dtype)))
             kept = [y for i, y in enumerate(outs[count:], count) if i not in scan.body.lazy]
             return [jnp.asarray(y) for y in outs[:count]], kept
 
@@ -185,7 +185,7 @@ class _Evaluation:
                 self._reduce(group, [self.local.pop(p) for p in group])
 
     def _reduce(self, positions: Sequence[int], values: Sequence[Any]) -> None:
-        sent = synchronise.send(values, self.axes, self.options)
+        sent = [self.mean.send(x) for x in values]
         layouts = [self.plan.grads[p] for p in positions]
         done = collectives.reduce_scatter(sent, layouts, self.axes.shard, bucket_bytes=_ALL_TOGETHER)
         for position, x in zip(positions, done, strict=True):

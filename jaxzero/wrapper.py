@@ -62,7 +62,7 @@ class Calls:
     def init(self, params: Any) -> Any:
         """Optimizer state, born split."""
         axes, manual = self.options.context("init")
-        leaves, arrays = self._leaves("init", params, axes)
+        leaves, arrays = self._leaves("init", params, axes, manual and self.options.stage == 3)
         split = self._split_params("init", leaves, arrays, manual)
 
         def make() -> Init:
@@ -83,7 +83,8 @@ class Calls:
         """Updates (or, for `apply`, new parameters) and new state."""
         axes, manual = self.options.context(call)
         g, g_arrays = self._leaves(call, grads, axes)
-        p, p_arrays = (None, []) if params is None else self._leaves(call, params, axes)
+        at_rest = manual and self.options.stage == 3
+        p, p_arrays = (None, []) if params is None else self._leaves(call, params, axes, at_rest)
         if p is not None:
             checks.same_leaves(call, grads, params)
             g = checks.gradients(call, g, g_arrays, p, manual)
@@ -143,11 +144,11 @@ class Calls:
 
     # --- behind the calls ---
 
-    def _leaves(self, call: str, tree: Any, axes: Axes) -> tuple[Leaves, list[Any]]:
+    def _leaves(self, call: str, tree: Any, axes: Axes, shares: bool = False) -> tuple[Leaves, list[Any]]:
         for path, x in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_split):
             checks.split_leaf(call, path, x)
         arrays = jax.tree.leaves(tree, is_leaf=is_split)
-        return leaves_of(tree, axes.n, self.options.stacked), arrays
+        return leaves_of(tree, axes.n, self.options.stacked, shares=shares), arrays
 
     def _split_params(self, call: str, leaves: Leaves, arrays: Sequence[Any], manual: bool) -> tuple[bool, ...]:
         """Which parameters come as shares: flat ones wear it, rows are split at rest at stage 3."""

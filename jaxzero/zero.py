@@ -4,10 +4,12 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 import optax
 
 from . import checks, gradients, placement, wrapper
 from . import observe as observing
+from .losses import How
 from .options import Options
 from .partition import Report
 
@@ -200,6 +202,10 @@ class Zero(Options):
         loss_fn: Callable[..., Any],
         has_aux: bool = False,
         *,
+        accumulate: int = 1,
+        accumulate_dtype: Any = jnp.float32,
+        sync: str = "each",
+        weighted: bool = False,
         whole_argnums: int | Sequence[int] = (),
         fold_keys: bool = True,
     ) -> Callable[..., Any]:
@@ -238,9 +244,9 @@ class Zero(Options):
           >>> float(value), float(grad)
           (9.0, 6.0)
         """
-        positions = (whole_argnums,) if isinstance(whole_argnums, int) else tuple(whole_argnums)
-        options = Options(**{f.name: getattr(self, f.name) for f in dataclasses.fields(Options)})
-        return gradients.value_and_grad(options, loss_fn, bool(has_aux), positions, bool(fold_keys))
+        how = How(bool(has_aux), accumulate, jnp.dtype(accumulate_dtype), sync, bool(weighted))
+        how.check("value_and_grad", self.stage)
+        return gradients.value_and_grad(self._options, loss_fn, how, _positions(whole_argnums), bool(fold_keys))
 
     def apply(self, tx: Any, grads: Any, opt_state: Any, params: Any, **extra: Any) -> tuple[Any, Any]:
         """One optimizer step: update, add and cast on the share, then gather the new parameters once.
@@ -296,3 +302,12 @@ class Zero(Options):
         """
         record, axes = wrapper.Calls(self, inner, False).record(params)
         return Report.of(record, axes.n)
+
+    @property
+    def _options(self) -> Options:
+        """The options alone: equal ones share compiled programs."""
+        return Options(**{f.name: getattr(self, f.name) for f in dataclasses.fields(Options)})
+
+
+def _positions(whole_argnums: int | Sequence[int]) -> tuple[int, ...]:
+    return (whole_argnums,) if isinstance(whole_argnums, int) else tuple(whole_argnums)
