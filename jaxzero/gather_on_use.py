@@ -23,9 +23,7 @@ from .synchronise import Mean
 _ALL_TOGETHER = 2**62
 
 
-def evaluate(
-    schedule: Schedule, args: Sequence[Any], mean: Mean, typed: bool
-) -> tuple[list[Any], dict[int, Any]]:
+def evaluate(schedule: Schedule, args: Sequence[Any], mean: Mean, typed: bool) -> tuple[list[Any], dict[int, Any]]:
     """Runs a planned program on one device.
 
     Args:

@@ -68,7 +68,7 @@ class Gradient:
             return self._reduced(step, arrays, typed=False)
 
         cut = [P() if layout is None else layout.spec(setting.axes.shard) for layout in self._layouts]
-        out_specs = Terms(P(), None, P(), cut)
+        out_specs = Terms(P(), None, P(), cut)  # type: ignore[arg-type]
         run = setting.region(body, (setting.param_specs, setting.batch_specs, P()), out_specs)
         return run(params, arrays, [] if program is None else program.consts), tree
 

@@ -164,9 +164,7 @@ def _parameters(call: str, params: Any, axes: Axes, options: Options, manual: bo
     return leaves
 
 
-def _placed(
-    call: str, setting: Setting, params: Sequence[Any], arrays: Sequence[Any]
-) -> tuple[list[Any], list[Any]]:
+def _placed(call: str, setting: Setting, params: Sequence[Any], arrays: Sequence[Any]) -> tuple[list[Any], list[Any]]:
     mesh_ = setting.options.mesh
     place = lambda path, x, spec, own: mesh.place(call, mesh_, path, x, spec, own)
     rows = zip(setting.leaves.leaves, params, setting.param_specs, strict=True)

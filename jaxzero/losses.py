@@ -27,7 +27,8 @@ class How:
         k = self.accumulate
         if isinstance(k, bool) or not isinstance(k, int) or k < 1:
             raise ValueError(
-                f"{call}: accumulate={k!r}. Expected a positive int, the number of micro-steps. Fix: accumulate=1 for none."
+                f"{call}: accumulate={k!r}. Expected a positive int, the number of micro-steps. "
+                "Fix: accumulate=1 for none."
             )
         if self.sync not in ("each", "once"):
             raise ValueError(
