@@ -86,7 +86,8 @@ class LossMethods(Options):
         Returns:
           `grad_fn(params, *batch) -> (loss, grads)` or `((loss, aux), grads)`. Gradients are whole at
           stage 1 (all-reduce); from stage 2 on they are split: arrays cut in rows, or `EvenSplit`
-          (reduce-scatter). At stage 3 each parameter is gathered where it is used, forward and backward. Inside a user's `shard_map` they are shares at every stage.
+          (reduce-scatter). At stage 3 each parameter is gathered where it is used, forward and backward.
+          Inside a user's `shard_map` gradients are shares at every stage.
 
         Raises:
           ValueError: For a batch that does not divide, a loss that is no floating scalar, an aux leaf that
