@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from . import collectives
+from . import collectives, typed
 from ._compat import scan_parts
 from .flat_program import Known, Step, Var
 from .mesh import cast
@@ -132,7 +132,7 @@ class _Evaluation:
             return ins
         if step in self.plan.scans:
             return self._scan(step, ins)
-        return [self._type(x) for x in bind(step.eqn, ins)]
+        return typed.equation(step.eqn, ins, self._type) if self.typed else bind(step.eqn, ins)
 
     def _scan(self, step: Step, ins: list[Any]) -> list[Any]:
         """A scan whose body gathers one layer, and reduces the gradient of one layer."""
@@ -192,6 +192,15 @@ class _Evaluation:
     def _add(self, position: int, x: Any) -> None:
         before = self.grads.get(position)
         self.grads[position] = x if before is None else before + x
+
+
+def together(shares: Sequence[Any], data: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    """Shares that wait for data: else the compiler gathers them once, before a loop over micro-steps, for all of it."""
+    values = [*shares, *data]
+    held = [i for i, x in enumerate(values) if _can_wait(x)]
+    for i, x in zip(held, lax.optimization_barrier([values[i] for i in held]), strict=True):
+        values[i] = x
+    return values[: len(shares)], values[len(shares) :]
 
 
 def _can_wait(x: Any) -> bool:

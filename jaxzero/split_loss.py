@@ -48,7 +48,10 @@ class GradientProgram(SplitProgram):
         """One micro-step, inside a manual region."""
 
         def step(arrays: list[Any]) -> Terms:
-            outs, sums = self.run(params, arrays, consts, typed)
+            here = params
+            if self.mean.steps > 1:
+                here, arrays = gather_on_use.together(params, arrays)
+            outs, sums = self.run(here, arrays, consts, typed)
             for position, layout in self.plan.grads.items():
                 outs[position] = sums.get(position)
                 if outs[position] is None:  # the loss does not use this parameter
