@@ -45,7 +45,7 @@ def gather(options: Options, tree: Any) -> Any:
             continue
         layout = _layout("gather", options, path, x, axes)
         value = mesh.place("gather", options.mesh, path, x.value, layout.spec(axes.shard), axes.every)
-        cut = lambda x, layout=layout: collectives.all_gather([x], [layout], axes.shard, bucket_bytes=None)[0]
+        cut = lambda x, layout=layout: collectives.all_gather([x], [layout], axes.hops, bucket_bytes=None)[0]
         run = mesh.region(options.mesh, axes, cut, layout.spec(axes.shard), P())
         out.append(jax.jit(run)(value))
     return jax.tree.unflatten(structure, out)

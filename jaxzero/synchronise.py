@@ -40,7 +40,7 @@ def mean_shares(local: Sequence[Array], layouts: Sequence[Layout], axes: Axes, o
         index = lax.axis_index(axes.shard)
         shares = [collectives.share(x, la, index) for x, la in zip(whole, layouts, strict=True)]
     else:
-        shares = collectives.reduce_scatter(sent, layouts, axes.shard, bucket_bytes=options.bucket_bytes)
+        shares = collectives.reduce_scatter(sent, layouts, axes.hops, bucket_bytes=options.bucket_bytes)
     if axes.replica:
         shares = collectives.all_reduce(shares, axes.replica, bucket_bytes=options.bucket_bytes)
     return [_receive(x, g.dtype, axes) for x, g in zip(shares, local, strict=True)]

@@ -31,6 +31,9 @@ class Zero(Options):
       stage: 1 (optimizer state split) or 2 (gradients too).
       shard_axis: Mesh axis, or tuple of axes (outer first), over which state is split.
       replica_axis: Mesh axis or axes over which the split state is repeated, or `None`.
+      hierarchical: For a tuple of shard axes such as `("node", "local")`: gathers go across nodes first, then
+        inside the node, reduce-scatters the other way round; fewer bytes enter a node. `None`: for every
+        tuple; `False`: one flat collective over all of them.
       bucket_bytes: Leaves smaller than this travel together, in collectives of about this many bytes;
         `None`: every leaf alone. Numbers and storage do not depend on it.
       reduce_dtype: Dtype in which gradients are summed; `None`: float32, or a leaf's own if wider.
