@@ -61,7 +61,7 @@ def specs(options: Options, tree: Any) -> Any:
             return EvenSplit(layout.spec(axes.shard), x.shape)
         sharding = None if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None)
         if isinstance(sharding, NamedSharding) and axes.n > 1:  # over one device JAX drops the axis
-            return _short(sharding.spec)
+            return _written(sharding.spec, axes)
         shape, _ = shape_dtype(x)
         lead = int(options.stacked is not None and bool(options.stacked(path)))
         stored = even_split(shape, axes.n, lead)
@@ -83,9 +83,11 @@ def _layout(call: str, options: Options, path: Any, x: EvenSplit, axes: Axes) ->
     return layout
 
 
-def _short(spec: PartitionSpec) -> PartitionSpec:
-    """Without the `None`s that Explicit meshes append."""
-    parts = list(spec)
+def _written(spec: PartitionSpec, axes: Axes) -> PartitionSpec:
+    """A spec as layouts write it: JAX drops axes of one device from it, and Explicit meshes append `None`s."""
+    sizes = dict(zip(axes.every, axes.sizes, strict=True))
+    kept = tuple(a for a in axes.shard if sizes[a] > 1)
+    parts = [axes.shard if part and mesh.names(part) == kept != axes.shard else part for part in spec]
     while parts and parts[-1] is None:
         parts.pop()
     return P(*parts)
