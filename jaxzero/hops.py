@@ -7,7 +7,7 @@ of `M` bytes on nodes of `k` devices bring `(p-k)M/p` bytes into a node, where o
 
 Order is kept by giving each hop a dimension of its own: outer hops stack in front of inner ones, so the
 stacked dimensions read in row-major order are the devices' numbers. Joining node after node without them
-would give a permutation of the right shape and norm.
+would give a permutation of the right shape and norm. The price is the re-ordering: one copy of the whole.
 """
 
 import math

@@ -102,7 +102,7 @@ def test_jz_085_any_placement_on_two_levels(placement, names, explicit):
     params = PLACEMENTS[placement](mesh)
     after, state = zero.apply(tx, jax.tree.map(np.ones_like, TREE), tx.init(params), params)
     for name, x in after.items():
-        np.testing.assert_allclose(x, TREE[name] - 0.5, rtol=1e-6)
+        np.testing.assert_allclose(x, TREE[name] - 0.5, rtol=1e-5)  # as plain Adam rounds
         assert x.sharding.device_set == set(mesh.devices.flat)
         assert x.sharding.memory_kind == "device"
     assert state[0].mu["w"].addressable_shards[0].data.size == 64 // (8 if names == NODES else 4)
