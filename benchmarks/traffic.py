@@ -121,7 +121,7 @@ def counted(schedule: Schedule) -> list[compiled.Collective]:
 
 def _split(zero: jaxzero.Zero, params: Any, x: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     if zero.stage == 3:
-        zero = zero.observe(loss_fn, params, x)  # type: ignore[attr-defined]
+        zero = zero.observe(loss_fn, params, x)
     tx = zero.optimizer(optax.adamw(1e-3))
     params = zero.shard(params)
 
