@@ -228,7 +228,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(
             f"  model            {m.name}: {m.layers} layers of width {m.width}, {m.parameters / 1e9:.1f} B parameters"
         )
-    print("  both systems     ideal; rings; one collective per layer; groups fill whole nodes; all gathers in time")
+    print("  both systems     ideal: nothing but computing, bytes and latency; rings; one collective per layer and use")
+    print("  MiCS             the two hops of a gather follow each other; the all-reduce across groups, once per step,")
+    print("                   overlaps nothing; k rings share a network card; a group fills whole nodes")
     print("Pairs: without overlap of computing and communication, and with perfect overlap. p: GPUs of a MiCS group.")
     print("Weak scaling: against the first row of the same model and network, same work per GPU.")
     print(COLUMNS)
