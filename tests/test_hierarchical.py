@@ -4,6 +4,9 @@ Right shape and right norm prove nothing here: joining node after node gives a p
 compared is the order of whole numbers, element by element.
 """
 
+import ast
+import pathlib
+
 import compiled
 import helpers
 import hlo
@@ -38,6 +41,7 @@ GROUPS = {
     "between": ((2, 2, 2), ("node", "replica", "local")),
     "groups of one node": ((2, 1, 4), ("replica", "node", "local")),
 }
+CALLS = {"collectives.all_gather", "collectives.reduce_scatter"}
 SHAPES = [((16, 3), 0), ((5, 3), 0), ((1,), 0), ((2, 8, 3), 1), ((2, 5, 3), 1), ((2, 3, 7), 2), ((40,), 0)]
 
 
@@ -149,6 +153,18 @@ def test_hops_of_other_axes():
     assert Axes(three, (), (2, 1, 4)).hops == (("pod", "node"), "local")
     assert Axes(three, (), (1, 2, 4)).hops == (("pod", "node"), "local")
     assert Axes(("data",), (), (8,)).hops == ("data",)
+
+
+def test_every_caller_passes_hops():
+    """One that passed the names of the axes would not hear of `hierarchical=False`."""
+    calls = [
+        node
+        for path in pathlib.Path(jaxzero.__file__).parent.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in CALLS
+    ]
+    assert {ast.unparse(call.func) for call in calls} == CALLS
+    assert [text for call in calls if not (text := ast.unparse(call.args[2])).endswith("axes.hops")] == []
 
 
 # --- training ------------------------------------------------------------------------------------
