@@ -99,7 +99,7 @@ class _Evaluation:
         if slot not in self.whole:
             layouts = [self.plan.layouts[u.source] for u in slot.units]
             shares = self.tied.pop(slot, None) or self._shares(slot)
-            done = collectives.all_gather(shares, layouts, self.axes.shard, bucket_bytes=_ALL_TOGETHER)
+            done = collectives.all_gather(shares, layouts, self.axes.hops, bucket_bytes=_ALL_TOGETHER)
             if slot.large:
                 self.whole = {s: w for s, w in self.whole.items() if not s.large or s.keep}
             done = [self._type(x) for x in done]
@@ -189,7 +189,7 @@ class _Evaluation:
     def _reduce(self, positions: Sequence[int], values: Sequence[Any]) -> None:
         sent = [self.mean.send(x) for x in values]
         layouts = [self.plan.grads[p] for p in positions]
-        done = collectives.reduce_scatter(sent, layouts, self.axes.shard, bucket_bytes=_ALL_TOGETHER)
+        done = collectives.reduce_scatter(sent, layouts, self.axes.hops, bucket_bytes=_ALL_TOGETHER)
         for position, x in zip(positions, done, strict=True):
             self._add(position, x)
 
