@@ -175,7 +175,8 @@ def test_per_example_gradients_are_refused(mesh8, expression):
 def table():
     """The README's table: what is tested, as it is called, and what is left out."""
     lines = [
-        f"{len(CASES)} rows, each equal to the unsharded run on worlds {', '.join(map(str, MESHES))} at stages 1, 2 and 3,"
+        f"{len(CASES)} rows, each equal to the unsharded run on worlds {', '.join(map(str, MESHES))}",
+        "at stages 1, 2 and 3,",
     ]
     lines += ["in the global view and inside a user's own `shard_map`.", ""]
     for group, cases in GROUPS.items():
