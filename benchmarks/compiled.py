@@ -25,12 +25,14 @@ class Collective(NamedTuple):
       nbytes: Bytes of its full operand: the result of an all-gather, all shares of a reduce-scatter.
       groups: The devices that take part together, by number.
       times: How often it runs.
+      looped: Whether it stands in the body of a loop.
     """
 
     kind: str
     nbytes: int
     groups: tuple[tuple[int, ...], ...]
     times: int
+    looped: bool
 
     @property
     def sent(self) -> float:
@@ -49,7 +51,7 @@ def collectives(text: str, devices: int) -> list[Collective]:
     lines, parents = _computations(text)
     out = []
     for computation, body in lines.items():
-        times = _times(computation, parents)
+        times, looped = _times(computation, parents), _looped(computation, parents)
         for line in body:
             if found := _CALL.search(line):
                 groups = _groups(line, devices)
@@ -57,7 +59,7 @@ def collectives(text: str, devices: int) -> list[Collective]:
                 started = found[3] and found[2] in ("all-gather", "reduce-scatter")  # (operands, results)
                 nbytes = sum(sizes[len(sizes) // 2 :] if started else sizes)
                 full = nbytes * (len(groups[0]) if found[2] == "reduce-scatter" else 1)
-                out.append(Collective(found[2], full, groups, times))
+                out.append(Collective(found[2], full, groups, times, looped))
     return out
 
 
@@ -65,10 +67,13 @@ def _size(dtype: str, dims: str) -> int:
     return WIDTH[dtype] * math.prod(int(d) for d in dims.split(",") if d)
 
 
-def _computations(text: str) -> tuple[dict[str, list[str]], dict[str, list[tuple[str, int]]]]:
-    """The lines of each computation, and for each the computations that run it, with how often."""
+Parents = dict[str, list[tuple[str, int, bool]]]
+
+
+def _computations(text: str) -> tuple[dict[str, list[str]], Parents]:
+    """The lines of each computation, and for each the computations that run it: how often, whether as a loop."""
     lines: dict[str, list[str]] = {}
-    parents: dict[str, list[tuple[str, int]]] = {}
+    parents: Parents = {}
     here = ""
     for line in text.splitlines():
         if head := _HEAD.match(line):
@@ -79,15 +84,19 @@ def _computations(text: str) -> tuple[dict[str, list[str]], dict[str, list[tuple
         if branches := _BRANCHES.search(line):
             called += [name.strip().lstrip("%") for name in branches[1].split(",")]
         for name in called:
-            parents.setdefault(name, []).append((here, turns))
+            parents.setdefault(name, []).append((here, turns, "body=" in line))
     return lines, parents
 
 
-def _times(computation: str, parents: dict[str, list[tuple[str, int]]]) -> int:
+def _times(computation: str, parents: Parents) -> int:
     """How often a computation runs; nobody calls the entry."""
     if computation not in parents:
         return 1
-    return sum(turns * _times(parent, parents) for parent, turns in parents[computation])
+    return sum(turns * _times(parent, parents) for parent, turns, _ in parents[computation])
+
+
+def _looped(computation: str, parents: Parents) -> bool:
+    return any(loop or _looped(parent, parents) for parent, _, loop in parents.get(computation, ()))
 
 
 def _groups(line: str, devices: int) -> tuple[tuple[int, ...], ...]:

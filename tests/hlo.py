@@ -1,10 +1,10 @@
 """Collectives counted in compiled programs."""
 
 import re
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import checks
+import compiled
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,10 +12,6 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 import jaxzero
-
-WIDTH = {"f32": 4, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "pred": 1, "f64": 8, "s8": 1, "u8": 1, "s64": 8, "u64": 8}
-_ARRAY = re.compile(rf"({'|'.join(WIDTH)})\[([\d,]*)\]")
-_CALL = re.compile(r"= (\(.*?\)|\S+) (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(")
 
 
 class Row(NamedTuple):
@@ -27,7 +23,6 @@ class Row(NamedTuple):
       group: How many devices take part in each group.
       times: How often it runs; loops around it multiply.
       looped: Whether it stands in a loop.
-      branched: Whether it stands in a branch of a conditional.
     """
 
     kind: str
@@ -35,74 +30,11 @@ class Row(NamedTuple):
     group: int = 8
     times: int = 1
     looped: bool = False
-    branched: bool = False
-
-
-def _group(line: str) -> int:
-    """The number of devices in a group, from either way of printing it."""
-    if found := re.search(r"replica_groups=\{\{([\d,]+)\}", line):
-        return len(found[1].split(","))
-    if found := re.search(r"replica_groups=\[(\d+),(\d+)\]", line):
-        return int(found[2])
-    if found := re.search(r"replica_groups=mesh\[([^\]]*)\][^{]*\{([^}]*)\}", line):
-        sizes = dict(pair.split("=") for pair in found[1].replace("'", "").replace(" ", "").split(","))
-        return int(np.prod([int(sizes[a]) for a in found[2].replace("'", "").replace(" ", "").split(",")]))
-    return 8
-
-
-def _computations(text: str) -> Iterator[tuple[str, str]]:
-    """(computation, line) for every line inside a computation."""
-    here = ""
-    for line in text.splitlines():
-        if head := re.match(r"^(?:ENTRY )?%?([\w.\-]+) .*\{$", line):
-            here = head[1]
-        elif here:
-            yield here, line
-
-
-def _frames(text: str) -> dict[str, tuple[int, bool, bool]]:
-    """Computation -> how often it runs, whether in a loop, whether in a branch; through any nesting."""
-    parents: dict[str, tuple[str, int, bool, bool]] = {}
-    for here, line in _computations(text):
-        loop = re.search(r"body=%?([\w.\-]+)", line)
-        trips = re.search(r"known_trip_count\W+n\W+(\d+)", line)
-        for name in re.findall(r"(?:calls|to_apply|condition|body)=%?([\w.\-]+)", line):
-            body = loop is not None and name == loop[1]
-            parents[name] = (here, int(trips[1]) if body and trips else 1, body, False)
-        for names in re.findall(
-            r"(?:branch_computations=\{|true_computation=|false_computation=)([^},]*(?:,[^}]*)?)", line
-        ):
-            for name in re.findall(r"%?([\w.\-]+)", names.split("}")[0]):
-                parents.setdefault(name, (here, 1, False, True))
-    frames: dict[str, tuple[int, bool, bool]] = {}
-
-    def frame(name: str) -> tuple[int, bool, bool]:
-        if name not in frames:
-            if name not in parents:
-                return (1, False, False)
-            parent, times, looped, branched = parents[name]
-            t, lo, br = frame(parent)
-            frames[name] = (t * times, lo or looped, br or branched)
-        return frames[name]
-
-    for name in parents:
-        frame(name)
-    return frames
 
 
 def collectives(text: str) -> list[Row]:
-    """All collectives of an optimized HLO text, those in loops and branches too."""
-    rows, frames = [], _frames(text)
-    for here, line in _computations(text):
-        if found := _CALL.search(line):
-            sizes = [
-                int(np.prod([int(d) for d in dims.split(",") if d])) * WIDTH[dtype]
-                for dtype, dims in _ARRAY.findall(found[1])
-            ]
-            group = _group(line)
-            full = sum(sizes) * (group if found[2] == "reduce-scatter" else 1)
-            rows.append(Row(found[2], full, group, *frames.get(here, (1, False, False))))
-    return rows
+    """All collectives of an optimized HLO text for 8 devices or fewer, those in loops and branches too."""
+    return [Row(x.kind, x.nbytes, len(x.groups[0]), x.times, x.looped) for x in compiled.collectives(text, 8)]
 
 
 def count(rows: list[Row], kind: str, above: int = -1) -> int:

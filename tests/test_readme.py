@@ -11,11 +11,21 @@ README = (ROOT / "README.md").read_text()
 
 
 def test_quick_start_runs():
-    (program,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    first, second = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     names: dict[str, object] = {}
-    exec(program, names)
+    exec(first, names)
+    _check_run(names)
+    exec(second, names)  # stage 3 goes on from there
+    _check_run(names)
+    np.testing.assert_array_equal(names["whole"]["w"], names["params"]["w"])
+    assert names["logits"].shape == (64, 8)
+    assert names["split"]["w"].value.addressable_shards[0].data.size * 8 == names["split"]["w"].value.size
+
+
+def _check_run(names):
     assert np.isfinite(names["loss"])
     state = [x for x in jax.tree.leaves(names["state"]) if x.ndim]
+    assert state
     assert all(x.addressable_shards[0].data.size * 8 == x.size for x in state)
 
 
