@@ -45,6 +45,7 @@ class Case(NamedTuple):
       whole: Positions of arguments that are given whole.
       aux: Whether it returns aux.
       unsharded: The same loss for one device, where that is another function (no mesh axis to name).
+      like: The name of a case with the same numbers, whose unsharded run serves both.
     """
 
     loss: Callable[..., Any]
@@ -53,6 +54,7 @@ class Case(NamedTuple):
     whole: tuple[int, ...] = ()
     aux: bool = False
     unsharded: Callable[..., Any] | None = None
+    like: str | None = None
 
 
 def make_zero(mesh: str, **options: Any) -> jaxzero.Zero:
@@ -348,18 +350,23 @@ NOTHING = functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.nothi
 DOTS = functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.dots_saveable)
 FREE = functools.partial(jax.checkpoint, prevent_cse=False)
 
+
+def wrapped(name: str, wrap: Any, **more: Any) -> Case:
+    """The same loss with its blocks inside `jax.checkpoint`."""
+    case = CASES[name](())
+    return case._replace(loss=functools.partial(case.loss, wrap=wrap, **more), like=name)
+
+
 #: By name: a function of the mesh axes that makes the case.
 CASES: dict[str, Callable[[tuple[str, ...]], Case]] = {
     "mlp": lambda axes: Case(mlp_loss, mlp_params(), (examples(1, 6),)),
-    "mlp, remat": lambda axes: Case(functools.partial(mlp_loss, wrap=jax.checkpoint), mlp_params(), (examples(1, 6),)),
+    "mlp, remat": lambda axes: wrapped("mlp", jax.checkpoint),
     "gpt": lambda axes: Case(gpt_loss, gpt_params(), (tokens(37, 7),)),
-    "gpt, remat": lambda axes: Case(functools.partial(gpt_loss, wrap=jax.checkpoint), gpt_params(), (tokens(37, 7),)),
-    "gpt, dots saved": lambda axes: Case(functools.partial(gpt_loss, wrap=DOTS), gpt_params(), (tokens(37, 7),)),
+    "gpt, remat": lambda axes: wrapped("gpt", jax.checkpoint),
+    "gpt, dots saved": lambda axes: wrapped("gpt", DOTS),
     "gpt, scan": lambda axes: Case(gpt_loss, gpt_stacked(), (tokens(37, 7),)),
-    "gpt, scan, remat": lambda axes: Case(functools.partial(gpt_loss, wrap=FREE), gpt_stacked(), (tokens(37, 7),)),
-    "gpt, scan, unroll": lambda axes: Case(
-        functools.partial(gpt_loss, wrap=NOTHING, unroll=2), gpt_stacked(), (tokens(37, 7),)
-    ),
+    "gpt, scan, remat": lambda axes: wrapped("gpt, scan", FREE),
+    "gpt, scan, unroll": lambda axes: wrapped("gpt, scan", NOTHING, unroll=2),
     "layers of layers": lambda axes: Case(
         layered_loss,
         {"deep": normal(1, 2, 3, 6, 6, scale=0.5), "back": normal(2, 4, 6, 6, scale=0.5), "b": normal(3, 6)},
@@ -403,12 +410,15 @@ CASES: dict[str, Callable[[tuple[str, ...]], Case]] = {
 }
 
 
-def unsharded(case: Case) -> tuple[Any, Any]:
+@functools.lru_cache
+def unsharded(name: str) -> tuple[Any, Any]:
     """Loss (with aux) and gradients on one device, the whole batch."""
+    case = CASES[name](())
+    if case.like:
+        return unsharded(case.like)
     loss = case.unsharded or case.loss
-    return jax.jit(lambda p, b: jax.value_and_grad(loss, has_aux=case.aux, allow_int=True)(p, *b))(
-        case.params, case.batch
-    )
+    run = jax.jit(lambda p, b: jax.value_and_grad(loss, has_aux=case.aux, allow_int=True)(p, *b))
+    return run(case.params, case.batch)
 
 
 def trainable(tree: Any, params: Any) -> dict[str, Any]:
@@ -433,7 +443,7 @@ def whole(tree: Any) -> Any:
 
 def sharded(case: Case, zero: jaxzero.Zero) -> tuple[Any, Any]:
     """Loss (with aux) and gradients through `zero`, the latter whole; every copy of a value is compared."""
-    params = zero.shard(case.params)
+    params = jax.jit(zero.shard)(case.params)
     value, grads = zero.value_and_grad(case.loss, has_aux=case.aux, whole_argnums=case.whole)(params, *case.batch)
     arrays = [x for x in jax.tree.leaves((value, grads)) if isinstance(x, jax.Array)]
     helpers.assert_all_shards_equal(arrays)
@@ -464,7 +474,7 @@ def compare(name: str, mesh: str, options: str, rtol: float = 5e-6, run: Any = s
     if observe:
         zero = zero.observe(case.loss, case.params, *case.batch, whole_argnums=case.whole)
     value, grads = run(case, zero)
-    want_value, want = unsharded(case)
+    want_value, want = unsharded(name)
     want = trainable(want, case.params)
     assert all(np.any(np.asarray(x)) for x in want.values() if x.size), "a gradient is zero: the test shows nothing"
     helpers.close(trainable(grads, case.params), want, rtol)

@@ -24,3 +24,172 @@ GRID = [
 @pytest.mark.parametrize(("case", "mesh", "options"), GRID)
 def test_gradients_equal_the_unsharded_ones(case, mesh, options):
     models.compare(case, mesh, options)
+
+
+@pytest.mark.parametrize(
+    ("case", "mesh"),
+    [("mlp", "8"), ("gpt, scan, remat", "MiCS"), ("integers", "3"), ("keys as data", "8"), ("nnx", "1")],
+)
+def test_gradients_inside_a_users_own_region(case, mesh):
+    """Under the type check, gradients come as shares."""
+    models.compare(case, mesh, "default", run=models.inside)
+
+
+@pytest.mark.parametrize("case", ["gpt, scan", "layers of layers"])
+def test_stacked_leaves_that_are_not_stored_per_layer(case):
+    """Without `observe` nobody knows which axis counts layers; the numbers are the same."""
+    models.compare(case, "8", "chunks", observe=False)
+
+
+FLOAT64 = """
+import stage3_models as models
+for i, case in enumerate(models.CASES):
+    models.compare(case, list(models.MESHES)[1 + i % 3], list(models.OPTIONS)[i % 3], rtol=1e-11)
+models.compare("mlp", "1", "default", 1e-11)
+models.compare("gpt, scan, remat", "8", "alone", 1e-11, run=models.inside)
+print("equal")
+"""
+
+
+def test_float64_gradients():
+    """At 1e-11: the comparison that catches real errors."""
+    assert helpers.run_python(FLOAT64, x64=True, timeout=600).split() == ["equal"]
+
+
+# --- dropout -------------------------------------------------------------------------------------
+
+
+def dropout_loss(p, x, key):
+    """One mask for each example and device, from one key."""
+    y = jnp.tanh(x @ p["w"] + p["b"])
+    keep = jax.random.bernoulli(key, 0.7, y.shape)
+    return jnp.mean(jnp.square(jnp.where(keep, y, 0) @ p["v"]))
+
+
+def by_device(p, x, key, n):
+    """The mean over devices, each with its own examples and the key folded with its index."""
+    parts = x.reshape(n, -1, *x.shape[1:])
+    return jnp.mean(jnp.stack([dropout_loss(p, parts[i], jax.random.fold_in(key, i)) for i in range(n)]))
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("where", ["global", "inside"])
+def test_a_key_differs_between_devices(mesh, where):
+    p, x, key = models.dense_params(), models.examples(1, 6), jax.random.key(5)
+    zero = models.make_zero(mesh)
+    run = models.sharded if where == "global" else models.inside
+    value, grads = run(models.Case(dropout_loss, p, (x, key)), zero)
+    want_value, want = jax.value_and_grad(by_device)(p, x, key, zero.mesh.size)
+    np.testing.assert_allclose(value, want_value, rtol=1e-5)
+    helpers.close(grads, want)
+
+
+def test_a_key_named_whole_is_the_same_on_every_device():
+    """Then a mask of weights (not of examples) is one mask."""
+    p, x, key = models.dense_params(), models.examples(1, 6), jax.random.key(5)
+
+    def loss(p, x, key):
+        w = jnp.where(jax.random.bernoulli(key, 0.5, p["w"].shape), p["w"], 0)
+        return jnp.mean(jnp.square(jnp.tanh(x @ w + p["b"]) @ p["v"]))
+
+    want = jax.grad(loss)(p, x, key)
+    _, grads = models.sharded(models.Case(loss, p, (x, key), (2,)), models.make_zero("8"))
+    helpers.close(grads, want)
+    _, grads = models.sharded(models.Case(loss, p, (x, key)), models.make_zero("8"))
+    with pytest.raises(AssertionError):
+        helpers.close(grads, want)
+
+
+# --- batch statistics ----------------------------------------------------------------------------
+
+
+def test_batch_statistics_without_an_axis_are_those_of_a_device():
+    """The same network without `axis_name`: every device normalizes by its own examples."""
+    case = models.cnn(("data",))
+    alone = case._replace(loss=case.unsharded)
+    _, grads = models.sharded(alone, models.make_zero("8"))
+    _, want = models.unsharded("cnn")
+    with pytest.raises(AssertionError):
+        helpers.close(grads, want, 1e-3)
+    stats, x, y = case.batch
+    parts = [(x[3 * i : 3 * i + 3], y[3 * i : 3 * i + 3]) for i in range(8)]
+    grad = jax.jit(jax.grad(lambda p, x, y: case.unsharded(p, stats, x, y)[0]))
+    each = [grad(case.params, *part) for part in parts]
+    helpers.close(grads, jax.tree.map(lambda *g: sum(g) / 8, *each), 2e-5)
+
+
+# --- the rest of the rules -----------------------------------------------------------------------
+
+
+def test_small_gradients_that_are_views_do_not_take_others_with_them():
+    """The gradient of `sum(b**2) / 2` is `b`: no equation computes it. Its chunk must be reduced all the same."""
+    p = {"a": models.normal(1, 9), "b": models.normal(2, 7), "c": models.normal(3, 5), "d": models.normal(4, 6)}
+
+    def loss(p, x):
+        decay = lambda v: jnp.vdot(v, v) / 2
+        return jnp.mean(x @ p["a"]) + decay(p["b"]) - decay(p["c"]) + jnp.sum(p["d"]) + jnp.mean(x[:, :7] @ p["b"])
+
+    case = models.Case(loss, p, (models.examples(1, 9),))
+    want = jax.grad(loss)(p, *case.batch)
+    for options in models.OPTIONS.values():
+        for run in (models.sharded, models.inside):
+            helpers.close(run(case, models.make_zero("8", **options))[1], want)
+
+
+def test_one_array_that_is_the_gradient_of_two_leaves():
+    """`loss = f(a + b)`: both have one gradient, and it is a term of another one too."""
+    p = {"a": models.normal(1, 9, 4), "b": models.normal(2, 9, 4), "c": models.normal(3, 9, 4)}
+
+    def loss(p, x):
+        return jnp.mean(jnp.sin(x @ (p["a"] + p["b"]))) + jnp.mean(x @ (p["a"] + p["c"]))
+
+    case = models.Case(loss, p, (models.examples(1, 9),))
+    want = jax.grad(loss)(p, *case.batch)
+    for options in models.OPTIONS.values():
+        helpers.close(models.sharded(case, models.make_zero("3", **options))[1], want)
+
+
+def test_gradients_with_constants_in_them():
+    """Linear terms, whose gradients are arrays that the loss closes over, literals, and zero."""
+    fixed = models.normal(8, 9, 4)
+    p = {"a": models.normal(1, 9, 4), "b": models.normal(2, 16), "c": models.normal(3, 16), "s": models.normal(4)}
+
+    def loss(p, x):
+        return jnp.sum(fixed * p["a"]) + 3 * jnp.sum(p["b"]) + 0 * jnp.sum(p["c"]) + 2 * p["s"] + 0 * jnp.sum(x)
+
+    case = models.Case(loss, p, (models.examples(1, 2),))
+    want = jax.grad(loss)(p, *case.batch)
+    for run in (models.sharded, models.inside):
+        helpers.close(run(case, models.make_zero("8"))[1], want)
+
+
+def test_narrow_terms_of_a_wide_gradient_are_added_wide():
+    """Two uses of a leaf, each cast to bfloat16 on its own: their gradients are added in float32, as unsharded."""
+    p = {"w": models.normal(1, 16, 4)}
+
+    def loss(p, x):
+        half = lambda: p["w"].astype(jnp.bfloat16)
+        x = x.astype(jnp.bfloat16)
+        return jnp.mean((x @ half()).astype(jnp.float32)) + 1e-3 * jnp.mean(((2 * x) @ half()).astype(jnp.float32))
+
+    batch = (jnp.ones((8, 16)),)  # one example for each device, all alike: only the order of additions can differ
+    want = jax.grad(loss)(p, *batch)
+    for options in models.OPTIONS.values():
+        helpers.close(models.sharded(models.Case(loss, p, batch), models.make_zero("8", **options))[1], want, 1e-5)
+
+
+def test_printing_works(capfd):
+    """Every device prints, with its own examples."""
+    p, x = {"w": models.normal(1, 6)}, models.examples(1, 6)
+
+    def loss(p, x):
+        jax.debug.print("seen {}", x.shape[0])
+        jax.debug.print("weights {}", jnp.sum(p["w"] * 0 + 1))
+        return jnp.mean(x @ p["w"])
+
+    grads = models.make_zero("8").value_and_grad(loss)(models.make_zero("8").shard(p), x)[1]
+    jax.effects_barrier()
+    out = capfd.readouterr().out
+    assert out.count("seen 3\n") == 8
+    assert out.count("weights 6.0\n") == 8
+    helpers.close(models.whole(grads), jax.grad(loss)(p, x))
