@@ -454,9 +454,7 @@ MISUSES = {
     "numpy sum": lambda leaf: np.sum(leaf),
     "einsum": lambda leaf: jnp.einsum("bi,io->bo", jnp.ones((2, 13)), leaf),
     "iteration": lambda leaf: list(leaf),
-    "len": lambda leaf: len(leaf),
     "float": lambda leaf: float(leaf),
-    "lax": lambda leaf: lax.dot(jnp.ones((2, 13)), leaf),
     "jax.nn": lambda leaf: jax.nn.relu(leaf),
 }
 

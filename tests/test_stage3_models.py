@@ -44,7 +44,8 @@ def test_stacked_leaves_that_are_not_stored_per_layer(case):
 FLOAT64 = """
 import stage3_models as models
 for i, case in enumerate(models.CASES):
-    models.compare(case, list(models.MESHES)[1 + i % 3], list(models.OPTIONS)[i % 3], rtol=1e-11)
+    rtol = 1e-7 if case == "nnx" else 1e-11  # Flax takes the softmax of attention in float32
+    models.compare(case, list(models.MESHES)[1 + i % 3], list(models.OPTIONS)[i % 3], rtol=rtol)
 models.compare("mlp", "1", "default", 1e-11)
 models.compare("gpt, scan, remat", "8", "alone", 1e-11, run=models.inside)
 print("equal")
@@ -121,19 +122,26 @@ def test_batch_statistics_without_an_axis_are_those_of_a_device():
 # --- the rest of the rules -----------------------------------------------------------------------
 
 
-def test_small_gradients_that_are_views_do_not_take_others_with_them():
-    """The gradient of `sum(b**2) / 2` is `b`: no equation computes it. Its chunk must be reduced all the same."""
-    p = {"a": models.normal(1, 9), "b": models.normal(2, 7), "c": models.normal(3, 5), "d": models.normal(4, 6)}
+@jax.custom_vjp
+def decay(w):
+    """Weight decay by a rule of its own: no equation computes the gradient, it is a multiple of the parameter."""
+    return jnp.zeros((), w.dtype)
+
+
+decay.defvjp(lambda w: (jnp.zeros((), w.dtype), w), lambda w, ct: (0.5 * w,))
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("run", [models.sharded, models.inside])
+def test_gradients_that_are_views_do_not_take_others_with_them(options, run):
+    """Such a gradient, alone or as one term of two, is in one chunk with others, which are reduced all the same."""
+    p = {k: models.normal(i, *s) for i, (k, s) in enumerate({"a": (9,), "b": (7,), "c": (5,), "d": (6, 9)}.items())}
 
     def loss(p, x):
-        decay = lambda v: jnp.vdot(v, v) / 2
-        return jnp.mean(x @ p["a"]) + decay(p["b"]) - decay(p["c"]) + jnp.sum(p["d"]) + jnp.mean(x[:, :7] @ p["b"])
+        return jnp.mean(x @ p["a"]) + decay(p["b"]) + decay(p["c"]) + jnp.sum(p["d"]) + jnp.mean(x[:, :7] @ p["b"])
 
     case = models.Case(loss, p, (models.examples(1, 9),))
-    want = jax.grad(loss)(p, *case.batch)
-    for options in models.OPTIONS.values():
-        for run in (models.sharded, models.inside):
-            helpers.close(run(case, models.make_zero("8", **options))[1], want)
+    helpers.close(run(case, models.make_zero("8", **models.OPTIONS[options]))[1], jax.grad(loss)(p, *case.batch))
 
 
 def test_one_array_that_is_the_gradient_of_two_leaves():
@@ -163,7 +171,8 @@ def test_gradients_with_constants_in_them():
         helpers.close(run(case, models.make_zero("8"))[1], want)
 
 
-def test_narrow_terms_of_a_wide_gradient_are_added_wide():
+@pytest.mark.parametrize("options", OPTIONS)
+def test_narrow_terms_of_a_wide_gradient_are_added_wide(options):
     """Two uses of a leaf, each cast to bfloat16 on its own: their gradients are added in float32, as unsharded."""
     p = {"w": models.normal(1, 16, 4)}
 
@@ -172,10 +181,12 @@ def test_narrow_terms_of_a_wide_gradient_are_added_wide():
         x = x.astype(jnp.bfloat16)
         return jnp.mean((x @ half()).astype(jnp.float32)) + 1e-3 * jnp.mean(((2 * x) @ half()).astype(jnp.float32))
 
-    batch = (jnp.ones((8, 16)),)  # one example for each device, all alike: only the order of additions can differ
-    want = jax.grad(loss)(p, *batch)
-    for options in models.OPTIONS.values():
-        helpers.close(models.sharded(models.Case(loss, p, batch), models.make_zero("8", **options))[1], want, 1e-5)
+    zero, x = models.make_zero("8", **models.OPTIONS[options]), jnp.ones((8, 16))
+    lowered = jax.jit(zero.value_and_grad(loss)).lower(zero.shard(p), x)
+    sums = [line for line in lowered.as_text().splitlines() if "stablehlo.add" in line]
+    assert any("f32" in line for line in sums)
+    assert not any("16x4xbf16" in line for line in sums)
+    helpers.close(models.whole(zero.value_and_grad(loss)(zero.shard(p), x)[1]), jax.grad(loss)(p, x), 1e-2)
 
 
 def test_printing_works(capfd):
