@@ -94,23 +94,23 @@ def test_skipped_parameters_and_their_state_stay_bitwise(stage, where, way, mesh
     zero = any_stage(stage, mesh, unused="skip").observe(idle_loss, idle_params(), batches[0])
     before, after = idle_steps(zero, inner, where, way, batches)
     changed = touched(before, after)
-    assert not [name for name in changed if "idle" in name or "/count" in name and name.endswith("count/value")]
-    assert {f"0/{name}" for name in ("w",)} <= changed
-    assert any("mu/w" in name for name in changed)
-    want = checks.reference(inner, idle_params(), idle_loss, batches, trained=trained).params
+    assert not [name for name in changed if "idle" in name or name.startswith("0/count")]
+    assert {"0/w", "0/b/value"} <= changed | {f"{name}/value" for name in changed}
+    assert [name for name in changed if "mu/w" in name]
+    want = checks.reference(inner, floating(idle_params()), idle_loss, batches).params
     got = zero.gather(after[0])
     checks.assert_params_equal({k: got[k] for k in "wb"}, {k: want[k] for k in "wb"})
 
 
-def trained(params):
-    return params
+def floating(params):
+    return {k: v for k, v in params.items() if k != "count"}
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("where", ["global", "inside"])
 def test_zero_decays_unused_parameters_as_optax_does(stage, where):
     """The default: a zero gradient, so that AdamW decays and the state advances."""
-    params = {k: v for k, v in idle_params().items() if k != "count"}
+    params = floating(idle_params())
     batches = [normal(i, 24, 8) for i in range(2)]
     inner = optax.adamw(1e-2, weight_decay=0.1)
     zero = any_stage(stage).observe(idle_loss, idle_params(), batches[0])
@@ -286,7 +286,7 @@ def test_a_narrow_cast_travels_narrow_and_is_reduced_wide(mesh8, reduce_dtype, s
     zero = jaxzero.Zero(mesh8, stage=3, reduce_dtype=reduce_dtype, **FREE).observe(loss, p, x)
     lowered = jax.jit(zero.value_and_grad(loss)).lower(zero.shard(p), x)
     gathers = [line for line in lowered.as_text().splitlines() if "all_gather" in line]
-    assert len(gathers) >= (2 if stacked else 5)
+    assert len(gathers) == (2 if stacked else 4)  # the last use forward is beside its use backward
     assert all("bf16" in line for line in gathers)
     assert hlo.reduced_dtypes(lowered, 64 * 8) == {"f32" if reduce_dtype is None else "bf16"}
     _, grads = zero.value_and_grad(loss)(zero.shard(p), x)
