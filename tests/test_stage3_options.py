@@ -256,6 +256,7 @@ def test_chunks_do_not_mix_dtypes_and_leave_out_unused_leaves(mesh8):
     helpers.close(
         {k: v for k, v in models.whole(grads).items() if "half" not in k},
         {k: v for k, v in want.items() if "half" not in k},
+        2e-5,  # small gradients, whose rounding is another one here
     )
     helpers.close(
         {k: v for k, v in models.whole(grads).items() if "half" in k},
@@ -501,7 +502,7 @@ def test_init_gives_what_shard_gives(mesh):
 
 # --- bad input -----------------------------------------------------------------------------------
 
-SMALL = {"w": (13, 3), "rows": (24, 2)}
+SMALL = {"w": (11, 3), "rows": (24, 2)}  # 33 elements: padded to 40 over 8 devices, to 36 over 4
 
 
 def small_params():
@@ -538,7 +539,7 @@ def inside(zero, loss, split, x, **how):
 @pytest.mark.parametrize("name", BAD_LOSSES)
 def test_losses_that_are_refused(name, where):
     loss, how, words = BAD_LOSSES[name]
-    zero, x = models.make_zero("8"), normal(0, 24, 13)
+    zero, x = models.make_zero("8"), normal(0, 24, 11)
     with refused("value_and_grad", *words, FIX):
         if where == "inside":
             inside(zero, loss, zero.shard(small_params()), x, **how)
@@ -548,7 +549,7 @@ def test_losses_that_are_refused(name, where):
 
 def test_observe_of_a_loss_that_uses_no_parameter():
     with refused("observe", "uses no leaf", "'w'", "closes over", FIX):
-        models.make_zero("8").observe(BAD_LOSSES["closes over"][0], {"w": normal(0, 13, 3)}, normal(0, 24, 13))
+        models.make_zero("8").observe(BAD_LOSSES["closes over"][0], {"w": normal(0, 11, 3)}, normal(0, 24, 11))
 
 
 @pytest.mark.parametrize("traced", [True, False])
@@ -558,48 +559,55 @@ def test_batches_that_do_not_divide(call, size, traced):
     zero = models.make_zero("8")
     run = getattr(zero, call)(lambda p, batch: fine(p, batch["x"]))
     with refused(call, "argument 1", "'x'", str(size), "8", "divide", FIX):
-        (jax.jit(run) if traced else run)(zero.shard(small_params()), {"x": normal(0, size, 13)})
+        (jax.jit(run) if traced else run)(zero.shard(small_params()), {"x": normal(0, size, 11)})
 
 
 @pytest.mark.parametrize("call", ["value_and_grad", "forward"])
 @pytest.mark.parametrize("traced", [True, False])
 @pytest.mark.parametrize(
-    ("made", "leaf"),
+    ("made", "words"),
     [
-        (lambda: models.make_zero("3").shard(small_params()), "w"),
-        (lambda: models.make_zero("1").shard(small_params()), "w"),
-        (lambda: models.make_zero("MiCS").shard(small_params()), "w"),
-        (small_params, "w"),
-        (lambda: any_stage(2).shard(small_params()), "w"),
-        (lambda: models.make_zero("8").shard(small_params() | {"rows": normal(0, 23, 2)}) | {"w": normal(1, 40)}, "w"),
+        (lambda: models.make_zero("3").shard(small_params()), ("'w'", r"zero\.shard")),
+        (lambda: models.make_zero("1").shard(small_params()), ("'w'", r"zero\.shard")),
+        (lambda: {"w": models.make_zero("MiCS").shard(small_params())["w"]}, ("'w'", r"zero\.shard")),
+        (small_params, ("'w'", r"zero\.shard")),
+        (lambda: any_stage(2).shard(small_params()), ("'w'", r"zero\.shard")),
     ],
-    ids=["3 devices", "1 device", "4 devices", "whole", "stage 2", "flat without its shape"],
+    ids=["3 devices", "1 device", "4 devices", "whole", "stage 2"],
 )
-def test_parameters_that_rest_otherwise_are_refused_by_name(call, made, leaf, traced):
+def test_parameters_that_rest_otherwise_are_refused_by_name(call, made, words, traced):
     zero = models.make_zero("8")
     run = getattr(zero, call)(fine)
-    with refused(call, f"'{leaf}'", r"zero\.shard", FIX):
-        p, x = made(), normal(0, 24, 13)
+    with refused(call, *words, FIX):
+        p, x = made(), normal(0, 24, 11)
         if traced:
             jax.eval_shape(run, p, x)
         else:
             run(p, x)
 
 
+@pytest.mark.parametrize("call", ["value_and_grad", "forward"])
+def test_rows_over_other_axes_are_refused_by_name(call):
+    """Their shape is the same on any mesh; where they are shows."""
+    rows = models.make_zero("MiCS").shard({"rows": normal(1, 24, 2)})
+    with refused(call, "'rows'", "'shard'", "'replica': 2", FIX):
+        getattr(models.make_zero("8"), call)(lambda p, x: jnp.mean(x @ p["rows"]))(rows, normal(0, 8, 24))
+
+
 @pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize("call", ["value_and_grad", "forward"])
 def test_split_parameters_at_stages_where_they_are_whole(stage, call):
     with refused(call, "'w'", f"stage {stage}", "EvenSplit", FIX):
-        getattr(any_stage(stage), call)(fine)(models.make_zero("8").shard(small_params()), normal(0, 24, 13))
+        getattr(any_stage(stage), call)(fine)(models.make_zero("8").shard(small_params()), normal(0, 24, 11))
 
 
 def test_parameters_of_another_size_are_refused_by_name():
     """An `EvenSplit` whose stored array is not that of its shape."""
     zero = models.make_zero("8")
     split = zero.shard(small_params())
-    split["w"] = jaxzero.EvenSplit(split["w"].value, (13, 4))
-    with refused("value_and_grad", "'w'", r"\(40,\)", r"\(56,\)", FIX):
-        zero.value_and_grad(fine)(split, normal(0, 24, 13))
+    split["w"] = jaxzero.EvenSplit(split["w"].value, (11, 4))
+    with refused("value_and_grad", "'w'", r"\(40,\)", r"\(48,\)", FIX):
+        zero.value_and_grad(fine)(split, normal(0, 24, 11))
 
 
 @pytest.mark.parametrize("made", ["whole", "3 devices", "numpy"])
@@ -651,7 +659,7 @@ def test_effects_that_are_refused(name, around, call):
         return AROUND[around](loss)(p, shield(x))
 
     with refused(call, word, r"debug\.print", FIX):
-        getattr(zero, call)(shielded)(zero.shard(small_params()), normal(0, 24, 13))
+        getattr(zero, call)(shielded)(zero.shard(small_params()), normal(0, 24, 11))
 
 
 def test_pure_callbacks_work():
@@ -661,6 +669,6 @@ def test_pure_callbacks_work():
         y = jax.pure_callback(np.sin, jax.ShapeDtypeStruct(x.shape, x.dtype), x, vmap_method="sequential")
         return fine(p, y)
 
-    zero, x = models.make_zero("8"), normal(0, 24, 13)
+    zero, x = models.make_zero("8"), normal(0, 24, 11)
     _, grads = zero.value_and_grad(loss)(zero.shard(small_params()), x)
     helpers.close(models.whole(grads), jax.grad(fine)(small_params(), jnp.sin(x)))
