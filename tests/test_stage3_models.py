@@ -9,9 +9,10 @@ import stage3_models as models
 
 CASES, MESHES, OPTIONS = list(models.CASES), list(models.MESHES), list(models.OPTIONS)
 
-#: For every case one mesh and one way to plan, in turn; the rest of the grid is marked slow.
-QUICK = {(case, MESHES[1 + i % 3], OPTIONS[i % 2]) for i, case in enumerate(CASES)}
-QUICK |= {("gpt", "1", "default"), ("gpt, scan, remat", "8", "chunks"), ("cnn", "MiCS", "default")}
+#: For every case one mesh and one way to plan, in turn; the rest of the grid is marked slow. Two are in float64 only.
+HEAVY = {"gpt, dots saved", "gpt, scan, unroll"}
+QUICK = {(case, MESHES[1 + i % 3], OPTIONS[i % 2]) for i, case in enumerate(CASES) if case not in HEAVY}
+QUICK |= {("mlp", "1", "default"), ("tied", "1", "chunks"), ("cnn", "MiCS", "default")}
 GRID = [
     pytest.param(*cell, marks=[] if cell in QUICK else pytest.mark.slow)
     for case in CASES
@@ -42,19 +43,25 @@ def test_stacked_leaves_that_are_not_stored_per_layer(case):
 
 
 FLOAT64 = """
+import jax
 import stage3_models as models
-for i, case in enumerate(models.CASES):
-    rtol = 1e-7 if case == "nnx" else 1e-11  # Flax takes the softmax of attention in float32
-    models.compare(case, list(models.MESHES)[1 + i % 3], list(models.OPTIONS)[i % 3], rtol=rtol)
-models.compare("mlp", "1", "default", 1e-11)
-models.compare("gpt, scan, remat", "8", "alone", 1e-11, run=models.inside)
+jax.config.update("jax_disable_most_optimizations", True)  # compiles in two thirds of the time
+left_out = ["mlp, remat", "gpt", "gpt, remat", "gpt, scan", "gpt, scan, remat", "while of one"]  # and their kind is in
+cases = [case for case in models.CASES if ALL or case not in left_out]
+for i, case in enumerate(cases):
+    rtol = 1e-6 if case == "nnx" else 1e-11  # Flax takes the softmax of attention in float32
+    for j in range(12) if ALL else [i]:
+        models.compare(case, list(models.MESHES)[j % 4], list(models.OPTIONS)[j % 3], rtol=rtol)
+models.compare("layers of layers", "MiCS", "alone", 1e-11, run=models.inside)
 print("equal")
 """
 
 
-def test_float64_gradients():
+@pytest.mark.parametrize("everything", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_float64_gradients(everything):
     """At 1e-11: the comparison that catches real errors."""
-    assert helpers.run_python(FLOAT64, x64=True, timeout=600).split() == ["equal"]
+    code = f"ALL = {everything}" + FLOAT64
+    assert helpers.run_python(code, x64=True, timeout=3600 if everything else 600).split()[-1] == "equal"
 
 
 # --- dropout -------------------------------------------------------------------------------------
