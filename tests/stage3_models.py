@@ -444,7 +444,7 @@ def whole(tree: Any) -> Any:
 
 def sharded(case: Case, zero: jaxzero.Zero) -> tuple[Any, Any]:
     """Loss (with aux) and gradients through `zero`, the latter whole; every copy of a value is compared."""
-    params = jax.jit(zero.shard)(case.params)
+    params = jax.jit(zero.shard)(checks.place(case.params, zero.mesh, P()))
     value, grads = zero.value_and_grad(case.loss, has_aux=case.aux, whole_argnums=case.whole)(params, *case.batch)
     arrays = [x for x in jax.tree.leaves((value, grads)) if isinstance(x, jax.Array)]
     helpers.assert_all_shards_equal(arrays)
@@ -463,7 +463,8 @@ def inside(case: Case, zero: jaxzero.Zero) -> tuple[Any, Any]:
     dealt = tuple(P() if i + 1 in case.whole or not jnp.ndim(x) else P(axes) for i, x in enumerate(case.batch))
     grad_fn = zero.value_and_grad(case.loss, has_aux=case.aux, whole_argnums=case.whole)
     run = jax.shard_map(grad_fn, mesh=zero.mesh, in_specs=(specs, *dealt), out_specs=(P(), specs))
-    value, grads = jax.jit(run)(params, *case.batch)
+    batch = [checks.place(x, zero.mesh, spec) for x, spec in zip(case.batch, dealt, strict=True)]
+    value, grads = jax.jit(run)(params, *batch)
     helpers.assert_all_shards_equal((value, grads))
     return value, whole(grads)
 

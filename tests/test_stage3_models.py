@@ -1,11 +1,18 @@
 """Gradients of stage 3 equal the unsharded ones, for models and losses of every kind, on every kind of mesh."""
 
+import functools
+
+import checks
 import helpers
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import stage3_models as models
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import jaxzero
 
 CASES, MESHES, OPTIONS = list(models.CASES), list(models.MESHES), list(models.OPTIONS)
 
@@ -29,7 +36,14 @@ def test_gradients_equal_the_unsharded_ones(case, mesh, options):
 
 @pytest.mark.parametrize(
     ("case", "mesh"),
-    [("mlp", "8"), ("gpt, scan, remat", "MiCS"), ("integers", "3"), ("keys as data", "8"), ("nnx", "1")],
+    [
+        ("mlp", "8"),
+        ("gpt, scan, remat", "MiCS"),
+        ("integers", "3"),
+        ("keys as data", "8"),
+        ("nnx", "1"),
+        ("cnn", "8"),
+    ],
 )
 def test_gradients_inside_a_users_own_region(case, mesh):
     """Under the type check, gradients come as shares."""
@@ -124,6 +138,97 @@ def test_batch_statistics_without_an_axis_are_those_of_a_device():
     grad = jax.jit(jax.grad(lambda p, x, y: case.unsharded(p, stats, x, y)[0]))
     each = [grad(case.params, *part) for part in parts]
     helpers.close(grads, jax.tree.map(lambda *g: sum(g) / 8, *each), 2e-5)
+
+
+# --- losses that know the mesh -------------------------------------------------------------------
+
+
+def contrastive_loss(p, x, axes=None):
+    """Every example against those of all devices; without `axes` the batch is whole."""
+    e = jnp.tanh(x @ p["w"] + p["b"]) @ p["v"]
+    others = e if axes is None else lax.all_gather(e, axes, tiled=True)
+    own = jnp.arange(e.shape[0]) + (0 if axes is None else lax.axis_index(axes) * e.shape[0])
+    return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(e @ others.T), own[:, None], -1))
+
+
+@pytest.mark.parametrize("run", [models.sharded, models.inside])
+@pytest.mark.parametrize("mesh", ["8", "MiCS"])
+def test_a_loss_that_gathers_examples(run, mesh):
+    """Its collectives are differentiated as what they are, with and without the type check."""
+    p, x, zero = models.dense_params(), models.examples(1, 6), models.make_zero(mesh)
+    loss = functools.partial(contrastive_loss, axes=checks.axes_of(zero))
+    want = jax.jit(jax.value_and_grad(contrastive_loss))(p, x)
+    got = run(models.Case(loss, p, (x,)), zero)
+    helpers.close(got[1], want[1])
+    np.testing.assert_allclose(got[0], want[0], rtol=1e-5)
+
+
+def test_a_loss_that_closes_over_what_differs_between_devices():
+    """Inside a user's own region: a factor of each device, a sum over devices of what depends on parameters."""
+    p, x, zero = models.dense_params(), models.examples(1, 6), models.make_zero("8")
+    split = zero.shard(p)
+
+    def local(split, x):
+        factor = 2 + lax.axis_index("data").astype(jnp.float32)
+
+        def loss(p, x):
+            total = lax.psum(jnp.mean(x @ p["w"], 0), "data")
+            return jnp.mean(jnp.tanh(x @ p["w"] @ p["v"])) * factor + jnp.vdot(total, p["b"])
+
+        return zero.value_and_grad(loss)(split, x)
+
+    def unsharded(p, x):
+        parts = x.reshape(8, 3, 6)
+        total = sum(jnp.mean(part @ p["w"], 0) for part in parts)
+        each = [jnp.mean(jnp.tanh(part @ p["w"] @ p["v"])) * (2 + i) for i, part in enumerate(parts)]
+        return sum(each) / 8 + jnp.vdot(total, p["b"])
+
+    specs = zero.specs(split)
+    value, grads = jax.jit(jax.shard_map(local, mesh=zero.mesh, in_specs=(specs, P("data")), out_specs=(P(), specs)))(
+        split, x
+    )
+    want_value, want = jax.jit(jax.value_and_grad(unsharded))(p, x)
+    helpers.close(models.whole(grads), want)
+    np.testing.assert_allclose(value, want_value, rtol=1e-5)
+
+
+def test_a_loss_that_closes_over_what_is_being_traced():
+    p, x, zero = models.dense_params(), models.examples(1, 6), models.make_zero("8")
+    loss = lambda p, x, scale: jnp.mean(jnp.square(x @ p["w"] + p["b"])) * scale
+    run = jax.jit(lambda s, x, scale: zero.value_and_grad(lambda p, x: loss(p, x, scale))(s, x)[1])
+    used = {k: p[k] for k in "wb"}
+    for scale in (2.0, 3.0):
+        helpers.close(models.whole(run(zero.shard(used), x, scale)), jax.grad(loss)(used, x, scale))
+
+
+def test_a_loss_that_is_reduced_already_is_refused():
+    """Inside a user's own region its gradient would be divided twice; in the global view it is exact."""
+    zero, p, x = models.make_zero("8"), {"w": models.normal(1, 6)}, models.examples(1, 6)
+    loss = lambda p, x: lax.pmean(jnp.mean(x @ p["w"]), "data")
+    with pytest.raises(ValueError, match=checks.saying("value_and_grad", "does not vary", "data", "fix")):
+        models.inside(models.Case(loss, p, (x,)), zero)
+    helpers.close(models.sharded(models.Case(loss, p, (x,)), zero)[1], {"w": jnp.mean(x, 0)})
+
+
+@pytest.mark.parametrize("run", [models.sharded, models.inside])
+@pytest.mark.parametrize("mesh", ["explicit8", "explicit24"])
+def test_explicit_meshes(request, mesh, run):
+    axes = {} if mesh == "explicit8" else dict(shard_axis="shard", replica_axis="replica")
+    zero = jaxzero.Zero(request.getfixturevalue(mesh), stage=3, **axes)
+    p, x = models.mlp_params(), models.examples(1, 6)
+    want = jax.jit(jax.grad(models.mlp_loss))(p, x)
+    helpers.close(run(models.Case(models.mlp_loss, p, (x,)), zero)[1], want)
+    np.testing.assert_allclose(zero.forward(models.mlp_loss)(zero.shard(p), x), models.mlp_loss(p, x), rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.complex64])
+@pytest.mark.parametrize("run", [models.sharded, models.inside])
+def test_parameters_of_other_dtypes(dtype, run):
+    p = jax.tree.map(lambda w: (w * (1 + 0.5j) if dtype == jnp.complex64 else w).astype(dtype), models.dense_params())
+    loss = lambda p, x: jnp.mean(jnp.abs((x.astype(dtype) @ p["w"] + p["b"]) @ p["v"]) ** 2).astype(jnp.float32)
+    x = models.examples(1, 6)
+    grads = run(models.Case(loss, p, (x,)), models.make_zero("8"))[1]
+    helpers.close(grads, jax.grad(loss)(p, x), 5e-6 if dtype == jnp.complex64 else 2e-2)
 
 
 # --- the rest of the rules -----------------------------------------------------------------------
