@@ -138,7 +138,10 @@ def local(call: str, body: Any, arrays: Sequence[Any], reduced: bool, no_params:
     beside_shares = (
         axes.n * axes.r == 1
         or any(body.split_grads)
-        and all(share for leaf, share in zip(body.grads, body.split_grads, strict=True) if leaf.layout is not None)
+        and all(
+            share or not (leaf.layout and leaf.trainable)
+            for leaf, share in zip(body.grads, body.split_grads, strict=True)
+        )
     )
     for x, leaf, share in zip(grads, body.grads, body.split_grads, strict=True):
         if not leaf.trainable:

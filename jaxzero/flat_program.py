@@ -26,6 +26,8 @@ CALLS = {
     "checkpoint": "jaxpr",
 }
 _REMAT = {"remat2", "checkpoint"}
+#: The cast of a value that is equal on all devices to one that may differ; it computes nothing.
+_CAST = "pvary"
 
 
 class Var:
@@ -120,6 +122,9 @@ class _Writer:
         for eqn in jaxpr.eqns:
             ins = [_read(env, v) for v in eqn.invars]
             name = eqn.primitive.name
+            if name == _CAST:  # where types are checked, every value is evaluated as varying
+                env.update(zip(eqn.outvars, ins, strict=True))
+                continue
             if name in CALLS:
                 inner, consts = open_program(eqn.params[CALLS[name]])
                 if name in _REMAT:
@@ -178,7 +183,13 @@ def check_effects(jaxpr: Any, call: str) -> None:
             check_effects(inner, call)
 
 
+def speaks_of_axes(jaxpr: Any) -> bool:
+    """Whether a program traced inside a manual region tells values that vary from such that do not."""
+    return any(eqn.primitive.name == _CAST or any(map(speaks_of_axes, _inner(eqn))) for eqn in jaxpr.eqns)
+
+
 def _inner(eqn: Any) -> list[Any]:
+    """The inner programs of an equation, open."""
     out = []
     for value in eqn.params.values():
         for x in value if isinstance(value, (tuple, list)) else (value,):

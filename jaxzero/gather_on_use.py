@@ -180,8 +180,8 @@ class _Evaluation:
             if group is None or late:
                 self._reduce([position], [self.env[v]])
                 continue
-            before = self.local.get(position)
-            self.local[position] = self.env[v] if before is None else before + self.env[v]
+            before, dtype = self.local.get(position), self.plan.flat.outs[position].aval.dtype  # type: ignore[union-attr]
+            self.local[position] = self.env[v] if before is None else before.astype(dtype) + self.env[v].astype(dtype)
             self.left[position] -= 1
             if not any(self.left[p] for p in group):
                 self._reduce(group, [self.local.pop(p) for p in group])

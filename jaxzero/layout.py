@@ -177,7 +177,10 @@ class EvenSplit:
         """Refuse to be read as the logical array: the stored one is flat and padded."""
         raise ValueError(f"{self!r} was used as an array: {_MISUSED}")
 
-    __jax_array__ = __getitem__ = __array__
+    __jax_array__ = __getitem__ = __float__ = __int__ = __neg__ = __abs__ = __array__
+    __add__ = __sub__ = __mul__ = __truediv__ = __pow__ = __matmul__ = __array__
+    __radd__ = __rsub__ = __rmul__ = __rtruediv__ = __rpow__ = __rmatmul__ = __array__
+    __lt__ = __le__ = __gt__ = __ge__ = __array__
 
     def __getattr__(self, name: str) -> Any:
         """Say what to do where a loss that was not handed to the library asks for `.T` or `.astype`."""

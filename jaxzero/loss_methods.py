@@ -16,7 +16,9 @@ from .options import Options
 class LossMethods(Options):
     """Options, with what is done to functions of parameters."""
 
-    def observe(self, loss_fn: Callable[..., Any], params: Any, *batch: Any) -> Self:
+    def observe(
+        self, loss_fn: Callable[..., Any], params: Any, *batch: Any, whole_argnums: int | Sequence[int] = ()
+    ) -> Self:
         """A `Zero` that knows how a loss uses its parameters: which leaves a `scan` stacks.
 
         Traces only: nothing is computed or sent. A leaf whose every use is as the scanned operand of a
@@ -26,6 +28,7 @@ class LossMethods(Options):
           loss_fn: The loss, as for `value_and_grad`.
           params: Parameters, whole or split, concrete or abstract.
           *batch: The rest of its arguments, global, concrete or abstract.
+          whole_argnums: As for `value_and_grad`.
 
         Returns:
           The same options with `stacked` set and `observed.order`, `observed.unused` filled in.
@@ -42,7 +45,7 @@ class LossMethods(Options):
           >>> tuple(zero.shard(jnp.ones((3, 16, 16))).sharding.spec)
           (None, 'data')
         """
-        observed, stacked = observing.observe(self, loss_fn, params, *batch)
+        observed, stacked = observing.observe(self, loss_fn, params, batch, _positions(whole_argnums))
         return dataclasses.replace(self, stacked=stacked, observed=observed)
 
     def value_and_grad(

@@ -189,6 +189,13 @@ def match(values: Sequence[Any]) -> list[Any]:
     return [x if t == union else cast(x, union) for x, t in zip(values, types, strict=True)]
 
 
+def abstract_varying(values: Sequence[jax.ShapeDtypeStruct], axes: Axes) -> list[jax.ShapeDtypeStruct]:
+    """Abstract arrays typed as varying over all axes, for a trace inside a manual region."""
+    here = NamedSharding(jax.sharding.get_abstract_mesh(), PartitionSpec())
+    kind = jax.typeof(cast(jnp.zeros(()), axes.every)).manual_axis_type
+    return [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here, manual_axis_type=kind) for x in values]
+
+
 # --- placement in the global view ----------------------------------------------------------------
 
 

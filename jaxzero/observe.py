@@ -1,7 +1,7 @@
 """What a loss does with its parameters: order of first use, stacked leaves, unused leaves."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -49,13 +49,16 @@ class Observed:
     unused: tuple[Any, ...]
 
 
-def observe(options: Options, loss_fn: Callable[..., Any], params: Any, *batch: Any) -> tuple[Observed, Stacked]:
+def observe(
+    options: Options, loss_fn: Callable[..., Any], params: Any, batch: Sequence[Any], whole: Sequence[int]
+) -> tuple[Observed, Stacked]:
     """Traces the loss, abstractly, and reads the trace."""
     axes, manual = options.context("observe")
     leaves = leaves_of(params, axes.n, None, shares=manual and options.stage == 3)
     known = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves.leaves]
     count = 1 if manual else axes.n * axes.r
-    local = jax.tree.map(lambda x: _local(x, count), batch)
+    counts = (1 if i in whole else count for i in range(1, len(batch) + 1))
+    local = [jax.tree.map(lambda x, n=n: _local(x, n), b) for n, b in zip(counts, batch, strict=True)]
     env = list(zip(axes.every, axes.sizes, strict=True))
     program = partition.trace(lambda p, b: loss_fn(leaves.unflatten(p), *b), known, local, axis_env=env)
     flat = flatten(program.jaxpr, program.consts)

@@ -96,7 +96,10 @@ class Schedule:
 
     def passive(self, step: Step) -> bool:
         """Whether a step computes nothing: its results are views or it only adds terms."""
-        return step in self.sinks.skipped or (step.eqn is not None and all(v in self.views for v in step.outs))
+        if step in self.sinks.skipped:
+            return True
+        views = all(v in self.views for v in step.outs)  # a step without results, a print, is none
+        return step.eqn is not None and bool(step.outs) and views
 
     def unit(self, view: View) -> Unit:
         """What has to be gathered for a view."""
@@ -267,10 +270,12 @@ def _reductions(schedule: Schedule, options: Options) -> None:
         for v in step.outs:
             for position in schedule.sinks.terms.get(v, ()):
                 made[position] = number
+    alone = {p for scan in schedule.sinks.scanned.values() for p in scan.values()}
+    alone |= {p for v, positions in schedule.sinks.terms.items() if v in schedule.views for p in positions}
     limit = options.chunk_bytes or 0
     open_: dict[Any, tuple[list[int], int]] = {}
     for position in sorted(made, key=made.__getitem__):
-        if position in {p for scan in schedule.sinks.scanned.values() for p in scan.values()}:
+        if position in alone:
             continue
         out = schedule.flat.outs[position]
         size = nbytes(schedule.grads[position].shape, out.aval.dtype)  # type: ignore[union-attr]

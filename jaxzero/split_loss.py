@@ -1,6 +1,7 @@
 """A function of split parameters as a program: traced at full shapes, planned, evaluated step by step."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -8,9 +9,9 @@ import jax
 import jax.numpy as jnp
 
 from . import gather_on_use, partition, schedule
-from .flat_program import check_effects, flatten
+from .flat_program import check_effects, flatten, speaks_of_axes
 from .loss_call import Setting
-from .mesh import cast, path_text
+from .mesh import abstract_varying, cast, path_text
 from .micro_steps import Terms
 from .synchronise import Mean
 
@@ -66,6 +67,9 @@ class GradientProgram(SplitProgram):
 def trace(terms: Callable[..., Terms], setting: Setting, arrays: Sequence[Any], mean: Mean) -> GradientProgram:
     """Traces `terms(params, arrays)` at full shapes and plans when to gather and to reduce."""
     program = _traced("value_and_grad", terms, setting, arrays)
+    if setting.manual and speaks_of_axes(program.jaxpr):
+        # Its collectives, or what it closes over: autodiff must know that parameters and examples vary, too.
+        program = _traced("value_and_grad", functools.partial(terms, trees=[]), setting, arrays, varying=True)
     leaves = jax.tree.leaves(program.out)
     trainable = [leaf for leaf in setting.leaves.leaves if leaf.trainable]
     start = len(leaves) - len(trainable)
@@ -79,8 +83,12 @@ def trace_forward(fn: Callable[..., Any], setting: Setting, arrays: Sequence[Any
     return SplitProgram(_plan(program, setting, {}, turn=None), program, Mean(setting.axes, setting.options))
 
 
-def _traced(call: str, fn: Callable[..., Any], setting: Setting, arrays: Sequence[Any]) -> partition.Program:
+def _traced(
+    call: str, fn: Callable[..., Any], setting: Setting, arrays: Sequence[Any], varying: bool = False
+) -> partition.Program:
     known, local = setting.abstract_params, setting.abstract_batch(arrays)
+    if varying:
+        known, local = abstract_varying(known, setting.axes), abstract_varying(local, setting.axes)
     program = partition.trace(fn, known, local, axis_env=setting.axis_env)
     check_effects(program.jaxpr, call)
     return program

@@ -222,7 +222,7 @@ def _is_share(leaf: Leaf, x: Any, axes: Axes, manual: bool) -> bool:
 
     Over one device a share looks like the whole; only one that nobody has reduced varies over replicas.
     """
-    if leaf.layout is None:
+    if leaf.layout is None or not leaf.trainable:
         return False
     if is_split(x):
         return True
