@@ -4,7 +4,7 @@ The loss is differentiated once, at full shapes and outside any manual region; w
 each device, is the resulting program. So every use of a parameter, forward or backward, is just a use.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -17,7 +17,7 @@ from .flat_program import Known, Step, Var
 from .mesh import Axes, cast
 from .options import Options
 from .partition.bind import bind
-from .schedule import Schedule, Slot, Unit
+from .schedule import Scan, Schedule, Slot, Unit
 from .state import is_key
 
 _ALL_TOGETHER = 2**62
@@ -52,6 +52,7 @@ class _Evaluation:
         self.grads: dict[int, Any] = {}
         self.local: dict[int, Any] = {}
         self.left = dict(schedule.sinks.count)
+        self.flying: list[int] = []
 
     def run(self) -> tuple[list[Any], dict[int, Any]]:
         flat, plan = self.plan.flat, self.plan
@@ -86,11 +87,20 @@ class _Evaluation:
         held = [i for i, x in enumerate(ins) if isinstance(step.ins[i], Var) and _can_wait(x)]
         shares = [self._shares(slot) for slot in slots]
         if held and any(shares):
-            data, shares = lax.optimization_barrier(([ins[i] for i in held], shares))
+            landed, self.flying = self._landed()
+            data, shares, done = lax.optimization_barrier(
+                ([ins[i] for i in held], shares, [self.grads[p] for p in landed])
+            )
+            self.grads.update(zip(landed, done, strict=True))
             for i, x in zip(held, data, strict=True):
                 ins[i] = x
         self.tied.update(zip(slots, shares, strict=True))
         return ins
+
+    def _landed(self) -> tuple[list[int], list[int]]:
+        """Gradients whose reduction a barrier waits for, and those that may still be on their way."""
+        split = max(len(self.flying) - self.options.prefetch, 0)
+        return list(dict.fromkeys(self.flying[:split])), self.flying[split:]
 
     def _shares(self, slot: Slot) -> list[Any]:
         return [lax.convert_element_type(self.env[u.source], u.dtype) for u in slot.units]
@@ -140,26 +150,50 @@ class _Evaluation:
         scan, params = self.plan.scans[step], step.eqn.params
         consts, carry, xs = (list(x) for x in scan_parts(step.eqn, ins))
         count = len(carry)
-
-        def body(c: list[Any], x: list[Any]) -> Any:
-            outs, grads = evaluate(scan.body, [*consts, *c, *x], self.axes, self.options, self.typed)
-            for i, layout in scan.body.grads.items():
-                outs[i] = grads.get(i)
-                if outs[i] is None:
-                    dtype = scan.body.flat.outs[i].aval.dtype  # type: ignore[union-attr]
-                    wire = synchronise.wire_dtype(dtype, self.options.reduce_dtype)
-                    outs[i] = self._type(jnp.zeros(layout.local_shape, wire))
-            kept = [y for i, y in enumerate(outs[count:], count) if i not in scan.body.lazy]
-            return [jnp.asarray(y) for y in outs[:count]], kept
-
         carry = [self._type(jnp.asarray(x, v.aval.dtype)) for x, v in zip(carry, step.outs[:count], strict=True)]
+        carry, zero = self._landed_before(carry)
+        stores = {i: jnp.full((params["length"], *shape), zero, dtype) for i, (shape, dtype) in self._sunk(scan)}
+
+        def body(carries: Any, xs: Any) -> Any:
+            (c, stores), (number, x) = carries, xs
+            outs, grads = evaluate(scan.body, [*consts, *c, *x], self.axes, self.options, self.typed)
+            kept = [y for i, y in enumerate(outs[count:], count) if i not in scan.body.lazy and i not in stores]
+            # Together, so that no whole gradient waits for the next turn: XLA would pipeline its reduction.
+            out, grads = lax.optimization_barrier(([jnp.asarray(y) for y in outs[:count]], grads))
+            put = lambda i: lax.dynamic_update_index_in_dim(stores[i], grads[i], number, 0)
+            return (out, {i: put(i) if i in grads else stores[i] for i in stores}), kept
+
         keywords = {k: params[k] for k in ("reverse", "unroll", "length")}
-        carry, ys = lax.scan(body, carry, xs, **keywords)
+        numbers = self._type(jnp.arange(params["length"]))
+        (carry, stores), ys = lax.scan(body, (carry, stores), (numbers, xs), **keywords)
         rest = iter(ys)
-        stacked = [None if i in scan.body.lazy else next(rest) for i in range(count, len(step.outs))]
+        skipped = scan.body.lazy | stores.keys()
+        stacked = [None if i in skipped else next(rest) for i in range(count, len(step.outs))]
         for i, position in scan.sunk.items():
-            self._add(position, stacked[i - count])
+            self._add(position, stores[i])
         return [*carry, *stacked]
+
+    def _landed_before(self, carry: list[Any]) -> tuple[list[Any], Any]:
+        """The first carry and a zero, when all gradients before a scan are reduced.
+
+        The zero is what gradients that the scan stacks start from: they are not there before the scan is.
+        """
+        held = [i for i, x in enumerate(carry) if _can_wait(x)]
+        landed = list(dict.fromkeys(self.flying))
+        parts = [carry[i] for i in held], [self.grads[p] for p in landed], self._type(jnp.float32(0))
+        data, done, zero = lax.optimization_barrier(parts)
+        self.flying = []
+        self.grads.update(zip(landed, done, strict=True))
+        out = list(carry)
+        for i, x in zip(held, data, strict=True):
+            out[i] = x
+        return out, zero
+
+    def _sunk(self, scan: Scan) -> Iterator[tuple[int, Any]]:
+        """Numbers of the stacked results of a scan that are gradients; shape and dtype of one layer's share."""
+        for i, layout in scan.body.grads.items():
+            dtype = scan.body.flat.outs[i].aval.dtype  # type: ignore[union-attr]
+            yield i, (layout.local_shape, synchronise.wire_dtype(dtype, self.options.reduce_dtype))
 
     def _results(self, step: Step, outs: list[Any]) -> None:
         for v, x in zip(step.outs, outs, strict=True):
@@ -190,6 +224,7 @@ class _Evaluation:
         done = collectives.reduce_scatter(sent, layouts, self.axes.shard, bucket_bytes=_ALL_TOGETHER)
         for position, x in zip(positions, done, strict=True):
             self._add(position, x)
+        self.flying.append(positions[0])
 
     def _add(self, position: int, x: Any) -> None:
         before = self.grads.get(position)
