@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from . import collectives, synchronise
+from . import sinks as terms
 from ._compat import scan_parts
 from .flat_program import Known, Step, Var
 from .mesh import Axes, cast
@@ -53,6 +54,7 @@ class _Evaluation:
         self.local: dict[int, Any] = {}
         self.left = dict(schedule.sinks.count)
         self.flying: list[int] = []
+        self.zeros: set[Any] = set()
 
     def run(self) -> tuple[list[Any], dict[int, Any]]:
         flat, plan = self.plan.flat, self.plan
@@ -82,18 +84,27 @@ class _Evaluation:
         return cast(x, self.axes.every) if self.typed else x
 
     def _operands(self, step: Step, slots: Sequence[Slot]) -> list[Any]:
-        """The data of a step; the shares of `slots` wait for it, in one barrier whose results are all used."""
+        """The data of a step, in one barrier with what has to wait for it or to be over before it.
+
+        The shares of `slots` wait for the data. Whole gradients that are on their way land before the next is
+        made. All results of the barrier are used: else it would be dropped.
+        """
         ins = [x.value if isinstance(x, Known) else None if x in self.plan.views else self.env[x] for x in step.ins]
-        held = [i for i, x in enumerate(ins) if isinstance(step.ins[i], Var) and _can_wait(x)]
+        makes = step in self.plan.makers
+        zeros = [i for i, x in enumerate(step.ins) if makes and x in self.zeros]
+        held = [i for i, x in enumerate(ins) if i not in zeros and isinstance(step.ins[i], Var) and _can_wait(x)]
         shares = [self._shares(slot) for slot in slots]
-        if held and any(shares):
-            landed, self.flying = self._landed()
-            data, shares, done = lax.optimization_barrier(
-                ([ins[i] for i in held], shares, [self.grads[p] for p in landed])
-            )
+        landed, flying = self._landed() if makes or any(shares) else ([], self.flying)
+        if held and (zeros or landed or any(shares)):
+            self.flying = flying
+            zero = [self._type(jnp.zeros((), ins[i].dtype)) for i in zeros]
+            parts = ([ins[i] for i in held], shares, [self.grads[p] for p in landed], zero)
+            data, shares, done, zero = lax.optimization_barrier(parts)
             self.grads.update(zip(landed, done, strict=True))
             for i, x in zip(held, data, strict=True):
                 ins[i] = x
+            for i, x in zip(zeros, zero, strict=True):
+                ins[i] = jnp.full(ins[i].shape, x)
         self.tied.update(zip(slots, shares, strict=True))
         return ins
 
@@ -196,6 +207,8 @@ class _Evaluation:
             yield i, (layout.local_shape, synchronise.wire_dtype(dtype, self.options.reduce_dtype))
 
     def _results(self, step: Step, outs: list[Any]) -> None:
+        if terms.is_zero(step):
+            self.zeros.update(step.outs)
         for v, x in zip(step.outs, outs, strict=True):
             if v not in self.plan.views:
                 self.env[v] = x

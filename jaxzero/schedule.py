@@ -77,6 +77,7 @@ class Schedule:
       sinks: Where gradients are complete.
       grads: Position of a result that is a gradient -> the layout of its share.
       groups: Position -> the positions whose gradients are reduced together with it.
+      makers: Steps that make a whole gradient which is reduced by itself.
       scans: Plans of the scans among the steps.
       slots: Gathers, in order.
       uses: Step number -> {unit: its gather}; the number of steps stands for the results.
@@ -89,6 +90,7 @@ class Schedule:
     sinks: Sinks
     grads: dict[int, Layout]
     groups: dict[int, list[int]]
+    makers: set[Step]
     scans: dict[Step, Scan]
     slots: list[Slot]
     uses: dict[int, dict[Unit, Slot]]
@@ -127,7 +129,7 @@ def plan(
       The plan.
     """
     found = terms.find(flat, grads)
-    schedule = Schedule(flat, layouts, dict(given), found, grads, {}, {}, [], {}, set())
+    schedule = Schedule(flat, layouts, dict(given), found, grads, {}, set(), {}, [], {}, set())
     for v in layouts:
         schedule.views.setdefault(v, View(v))
     for step in flat.steps:
@@ -148,6 +150,7 @@ def plan(
     _gathers(schedule, options, turn)
     _ties(schedule.slots, options.prefetch)
     _reductions(schedule, options)
+    schedule.makers = _makers(schedule)
     return schedule
 
 
@@ -283,3 +286,16 @@ def _reductions(schedule: Schedule, options: Options) -> None:
         members.append(position)
         open_[kind] = (members, total + size)
         schedule.groups[position] = members
+
+
+def _makers(schedule: Schedule) -> set[Step]:
+    """The steps that compute what is reduced by itself: what only moves or casts a result is passed."""
+    made = {v: step for step in schedule.flat.steps for v in step.outs}
+    makers = set()
+    for v, positions in schedule.sinks.terms.items():
+        step = made.get(v)
+        while step is not None and step.name in viewing.RELABELS:
+            step = made.get(step.ins[0])  # type: ignore[arg-type]
+        if step is not None and any(p not in schedule.groups for p in positions):
+            makers.add(step)
+    return makers
