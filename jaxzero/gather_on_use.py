@@ -54,6 +54,7 @@ class _Evaluation:
         self.local: dict[int, Any] = {}
         self.left = dict(schedule.sinks.count)
         self.flying: list[int] = []
+        self.fresh: list[int] = []
         self.zeros: set[Any] = set()
 
     def run(self) -> tuple[list[Any], dict[int, Any]]:
@@ -86,32 +87,40 @@ class _Evaluation:
     def _operands(self, step: Step, slots: Sequence[Slot]) -> list[Any]:
         """The data of a step, in one barrier with what has to wait for it or to be over before it.
 
-        The shares of `slots` wait for the data. Whole gradients that are on their way land before the next is
-        made. All results of the barrier are used: else it would be dropped.
+        The shares of `slots` wait for the data. Whole gradients on their way land before the next is made, and
+        small ones are made, so that they do not hold what they are made from. All results of the barrier are
+        used: else it would be dropped.
         """
         ins = [x.value if isinstance(x, Known) else None if x in self.plan.views else self.env[x] for x in step.ins]
         makes = step in self.plan.makers
         zeros = [i for i, x in enumerate(step.ins) if makes and x in self.zeros]
         held = [i for i, x in enumerate(ins) if i not in zeros and isinstance(step.ins[i], Var) and _can_wait(x)]
         shares = [self._shares(slot) for slot in slots]
-        landed, flying = self._landed() if makes or any(shares) else ([], self.flying)
-        if held and (zeros or landed or any(shares)):
-            self.flying = flying
-            zero = [self._type(jnp.zeros((), ins[i].dtype)) for i in zeros]
-            parts = ([ins[i] for i in held], shares, [self.grads[p] for p in landed], zero)
-            data, shares, done, zero = lax.optimization_barrier(parts)
-            self.grads.update(zip(landed, done, strict=True))
+        if held and (makes or any(shares)):
+            use = self.plan.makers.get(step)
+            before = [v for v in (use.outs if use else ()) if _can_wait(self.env.get(v))]
+            data = [ins[i] for i in held], [self.env[v] for v in before]
+            starts = [self._type(jnp.zeros((), ins[i].dtype)) for i in zeros]
+            (data, outs), (shares, starts) = self._settle(data, (shares, starts), self.options.prefetch)
+            self.env.update(zip(before, outs, strict=True))
             for i, x in zip(held, data, strict=True):
                 ins[i] = x
-            for i, x in zip(zeros, zero, strict=True):
+            for i, x in zip(zeros, starts, strict=True):
                 ins[i] = jnp.full(ins[i].shape, x)
         self.tied.update(zip(slots, shares, strict=True))
         return ins
 
-    def _landed(self) -> tuple[list[int], list[int]]:
-        """Gradients whose reduction a barrier waits for, and those that may still be on their way."""
-        split = max(len(self.flying) - self.options.prefetch, 0)
-        return list(dict.fromkeys(self.flying[:split])), self.flying[split:]
+    def _settle(self, data: Any, later: Any, flying: int) -> tuple[Any, Any]:
+        """A barrier: `later` waits for `data`, and both for all gradients but the last `flying` that are whole."""
+        count = max(len(self.flying) - flying, 0)
+        landed = list(dict.fromkeys(self.flying[:count]))
+        made = [p for p in dict.fromkeys(self.fresh) if p in self.local]
+        self.flying, self.fresh = self.flying[count:], []
+        gradients = [self.grads[p] for p in landed], [self.local[p] for p in made]
+        data, later, (shares, sums) = lax.optimization_barrier((data, later, gradients))
+        self.grads.update(zip(landed, shares, strict=True))
+        self.local.update(zip(made, sums, strict=True))
+        return data, later
 
     def _shares(self, slot: Slot) -> list[Any]:
         return [lax.convert_element_type(self.env[u.source], u.dtype) for u in slot.units]
@@ -162,7 +171,11 @@ class _Evaluation:
         consts, carry, xs = (list(x) for x in scan_parts(step.eqn, ins))
         count = len(carry)
         carry = [self._type(jnp.asarray(x, v.aval.dtype)) for x, v in zip(carry, step.outs[:count], strict=True)]
-        carry, zero = self._landed_before(carry)
+        held = [i for i, x in enumerate(carry) if _can_wait(x)]
+        data, zero = self._settle([carry[i] for i in held], self._type(jnp.float32(0)), 0)
+        for i, x in zip(held, data, strict=True):
+            carry[i] = x
+        # From a zero that waits too: else room for all gradients would be taken long before they are made.
         stores = {i: jnp.full((params["length"], *shape), zero, dtype) for i, (shape, dtype) in self._sunk(scan)}
 
         def body(carries: Any, xs: Any) -> Any:
@@ -183,22 +196,6 @@ class _Evaluation:
         for i, position in scan.sunk.items():
             self._add(position, stores[i])
         return [*carry, *stacked]
-
-    def _landed_before(self, carry: list[Any]) -> tuple[list[Any], Any]:
-        """The first carry and a zero, when all gradients before a scan are reduced.
-
-        The zero is what gradients that the scan stacks start from: they are not there before the scan is.
-        """
-        held = [i for i, x in enumerate(carry) if _can_wait(x)]
-        landed = list(dict.fromkeys(self.flying))
-        parts = [carry[i] for i in held], [self.grads[p] for p in landed], self._type(jnp.float32(0))
-        data, done, zero = lax.optimization_barrier(parts)
-        self.flying = []
-        self.grads.update(zip(landed, done, strict=True))
-        out = list(carry)
-        for i, x in zip(held, data, strict=True):
-            out[i] = x
-        return out, zero
 
     def _sunk(self, scan: Scan) -> Iterator[tuple[int, Any]]:
         """Numbers of the stacked results of a scan that are gradients; shape and dtype of one layer's share."""
@@ -227,6 +224,7 @@ class _Evaluation:
                 continue
             before = self.local.get(position)
             self.local[position] = self.env[v] if before is None else before + self.env[v]
+            self.fresh.append(position)
             self.left[position] -= 1
             if not any(self.left[p] for p in group):
                 self._reduce(group, [self.local.pop(p) for p in group])

@@ -29,8 +29,6 @@ _MOVES = {
     "rev",
     "split",
 }
-#: What autodiff puts between the product that makes a gradient and the gradient.
-RELABELS = {"transpose", "reshape", "squeeze", "convert_element_type"}
 _SCALES = {"mul", "div", "neg"}
 
 
