@@ -91,7 +91,8 @@ class _Evaluation:
         small ones are made, so that they do not hold what they are made from. All results of the barrier are
         used: else it would be dropped.
         """
-        ins = [x.value if isinstance(x, Known) else None if x in self.plan.views else self.env[x] for x in step.ins]
+        known = lambda x: x.value if isinstance(x, Known) else None if x in self.plan.views else self.env[x]
+        ins: list[Any] = [known(x) for x in step.ins]
         makes = step in self.plan.makers
         zeros = [i for i, x in enumerate(step.ins) if makes and x in self.zeros]
         held = [i for i, x in enumerate(ins) if i not in zeros and isinstance(step.ins[i], Var) and _can_wait(x)]
