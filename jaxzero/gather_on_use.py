@@ -93,35 +93,32 @@ class _Evaluation:
         """
         known = lambda x: x.value if isinstance(x, Known) else None if x in self.plan.views else self.env[x]
         ins: list[Any] = [known(x) for x in step.ins]
-        makes = step in self.plan.makers
-        zeros = [i for i, x in enumerate(step.ins) if makes and x in self.zeros]
-        held = [i for i, x in enumerate(ins) if i not in zeros and isinstance(step.ins[i], Var) and _can_wait(x)]
+        makes, use = step in self.plan.makers, self.plan.makers.get(step)
         shares = [self._shares(slot) for slot in slots]
-        if held and (makes or any(shares)):
-            use = self.plan.makers.get(step)
-            before = [v for v in (use.outs if use else ()) if _can_wait(self.env.get(v))]
-            data = [ins[i] for i in held], [self.env[v] for v in before]
-            starts = [self._type(jnp.zeros((), ins[i].dtype)) for i in zeros]
-            (data, outs), (shares, starts) = self._settle(data, (shares, starts), self.options.prefetch)
-            self.env.update(zip(before, outs, strict=True))
-            for i, x in zip(held, data, strict=True):
-                ins[i] = x
-            for i, x in zip(zeros, starts, strict=True):
-                ins[i] = jnp.full(ins[i].shape, x)
+        if any(map(_can_wait, ins)) and (makes or any(shares)):
+            zeros = {i: x.aval for i, x in enumerate(step.ins) if makes and x in self.zeros and isinstance(x, Var)}
+            starts = [self._type(jnp.zeros((), aval.dtype)) for aval in zeros.values()]
+            before = [v for v in (use.outs if use else ()) if v in self.env]
+            data = [*(None if i in zeros else x for i, x in enumerate(ins)), *(self.env[v] for v in before)]
+            data, (shares, starts) = self._settle(data, (shares, starts), self.plan.flying)
+            self.env.update(zip(before, data[len(ins) :], strict=True))
+            ins = data[: len(ins)]
+            for (i, aval), x in zip(zeros.items(), starts, strict=True):
+                ins[i] = jnp.full(aval.shape, x)
         self.tied.update(zip(slots, shares, strict=True))
         return ins
 
-    def _settle(self, data: Any, later: Any, flying: int) -> tuple[Any, Any]:
+    def _settle(self, data: Sequence[Any], later: Any, flying: int) -> tuple[list[Any], Any]:
         """A barrier: `later` waits for `data`, and both for all gradients but the last `flying` that are whole."""
         count = max(len(self.flying) - flying, 0)
         landed = list(dict.fromkeys(self.flying[:count]))
         made = [p for p in dict.fromkeys(self.fresh) if p in self.local]
         self.flying, self.fresh = self.flying[count:], []
         gradients = [self.grads[p] for p in landed], [self.local[p] for p in made]
-        data, later, (shares, sums) = lax.optimization_barrier((data, later, gradients))
+        out, (later, (shares, sums)) = _barrier(data, (later, gradients))
         self.grads.update(zip(landed, shares, strict=True))
         self.local.update(zip(made, sums, strict=True))
-        return data, later
+        return out, later
 
     def _shares(self, slot: Slot) -> list[Any]:
         return [lax.convert_element_type(self.env[u.source], u.dtype) for u in slot.units]
@@ -158,10 +155,7 @@ class _Evaluation:
 
     def _compute(self, step: Step, ins: list[Any]) -> list[Any]:
         if step.eqn is None:
-            held = [i for i, x in enumerate(ins) if _can_wait(x)]
-            for i, x in zip(held, lax.optimization_barrier([ins[i] for i in held]), strict=True):
-                ins[i] = x
-            return ins
+            return _barrier(ins, ())[0]
         if step in self.plan.scans:
             return self._scan(step, ins)
         return [self._type(x) for x in bind(step.eqn, ins)]
@@ -172,10 +166,7 @@ class _Evaluation:
         consts, carry, xs = (list(x) for x in scan_parts(step.eqn, ins))
         count = len(carry)
         carry = [self._type(jnp.asarray(x, v.aval.dtype)) for x, v in zip(carry, step.outs[:count], strict=True)]
-        held = [i for i, x in enumerate(carry) if _can_wait(x)]
-        data, zero = self._settle([carry[i] for i in held], self._type(jnp.float32(0)), 0)
-        for i, x in zip(held, data, strict=True):
-            carry[i] = x
+        carry, zero = self._settle(carry, self._type(jnp.float32(0)), 0)
         # From a zero that waits too: else room for all gradients would be taken long before they are made.
         stores = {i: jnp.full((params["length"], *shape), zero, dtype) for i, (shape, dtype) in self._sunk(scan)}
 
@@ -184,7 +175,7 @@ class _Evaluation:
             outs, grads = evaluate(scan.body, [*consts, *c, *x], self.axes, self.options, self.typed)
             kept = [y for i, y in enumerate(outs[count:], count) if i not in scan.body.lazy and i not in stores]
             # Together, so that no whole gradient waits for the next turn: XLA would pipeline its reduction.
-            out, grads = lax.optimization_barrier(([jnp.asarray(y) for y in outs[:count]], grads))
+            out, grads = _barrier([jnp.asarray(y) for y in outs[:count]], grads)
             put = lambda i: lax.dynamic_update_index_in_dim(stores[i], grads[i], number, 0)
             return (out, {i: put(i) if i in grads else stores[i] for i in stores}), kept
 
@@ -241,6 +232,16 @@ class _Evaluation:
     def _add(self, position: int, x: Any) -> None:
         before = self.grads.get(position)
         self.grads[position] = x if before is None else before + x
+
+
+def _barrier(data: Sequence[Any], later: Any) -> tuple[list[Any], Any]:
+    """`data` and `later` in one barrier; of `data`, what cannot enter it passes beside it."""
+    held = [i for i, x in enumerate(data) if _can_wait(x)]
+    done, later = lax.optimization_barrier(([data[i] for i in held], later))
+    out = list(data)
+    for i, x in zip(held, done, strict=True):
+        out[i] = x
+    return out, later
 
 
 def _can_wait(x: Any) -> bool:

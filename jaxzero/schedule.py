@@ -84,6 +84,7 @@ class Schedule:
       slots: Gathers, in order.
       uses: Step number -> {unit: its gather}; the number of steps stands for the results.
       lazy: Positions of results that stay views: a scan does not stack them.
+      flying: How many whole gradients may be on their way when the next is made.
     """
 
     flat: Flat
@@ -97,6 +98,7 @@ class Schedule:
     slots: list[Slot]
     uses: dict[int, dict[Unit, Slot]]
     lazy: set[int]
+    flying: int
 
     def passive(self, step: Step) -> bool:
         """Whether a step computes nothing: its results are views or it only adds terms."""
@@ -131,7 +133,7 @@ def plan(
       The plan.
     """
     found = terms.find(flat, grads)
-    schedule = Schedule(flat, layouts, dict(given), found, grads, {}, {}, {}, [], {}, set())
+    schedule = Schedule(flat, layouts, dict(given), found, grads, {}, {}, {}, [], {}, set(), options.prefetch)
     for v in layouts:
         schedule.views.setdefault(v, View(v))
     for step in flat.steps:
