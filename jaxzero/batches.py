@@ -58,7 +58,11 @@ class _Array:
 
 
 def sort_arguments(
-    batch: tuple[Any, ...], whole_argnums: Sequence[int], fold_keys: bool, traced: bool
+    batch: tuple[Any, ...],
+    whole_argnums: Sequence[int],
+    fold_keys: bool,
+    traced: bool,
+    call: str = "value_and_grad",
 ) -> tuple[Arguments, list[Any]]:
     """Separates the arrays of a batch from strings, callables and Python scalars.
 
@@ -68,7 +72,7 @@ def sort_arguments(
     wrong = [i for i in whole_argnums if not 1 <= i <= len(batch)]
     if wrong:
         raise ValueError(
-            f"value_and_grad: whole_argnums={tuple(whole_argnums)} names position {wrong[0]}. Expected "
+            f"{call}: whole_argnums={tuple(whole_argnums)} names position {wrong[0]}. Expected "
             f"positions of the loss's arguments after the parameters, 1 to {len(batch)}. Fix: count the "
             "parameters as 0, as jax.jit's static_argnums does."
         )
@@ -92,10 +96,17 @@ def sort_arguments(
     return Arguments(tree, tuple(static), tuple(kinds)), arrays
 
 
-def check_divides(arguments: Sequence[Argument], arrays: Sequence[Any], axes: Axes) -> None:
-    """Refuses examples that cannot be dealt evenly."""
+def check_divides(
+    arguments: Sequence[Argument],
+    arrays: Sequence[Any],
+    sizes: tuple[int, int],
+    steps: int = 1,
+    call: str = "value_and_grad",
+) -> None:
+    """Refuses examples that cannot be dealt evenly over shares, replicas and micro-steps."""
+    shares, replicas = sizes
     for argument, x in zip(arguments, arrays, strict=True):
-        size = axes.n * axes.r
+        size = shares * replicas * steps
         if argument.cut and x.shape[0] % size:
             raw_key = x.shape[-1:] == (2,) and x.dtype == np.uint32
             fix = (
@@ -104,9 +115,8 @@ def check_divides(arguments: Sequence[Argument], arrays: Sequence[Any], axes: Ax
                 else "drop or pad the partial last batch, or name the argument in whole_argnums if it is no batch"
             )
             raise ValueError(
-                f"value_and_grad: {argument.name} has leading dimension {x.shape[0]} (shape "
-                f"{tuple(x.shape)}), which does not divide by {size} devices ({axes.n} shares x {axes.r} "
-                f"replicas). Fix: {fix}."
+                f"{call}: {argument.name} has leading dimension {x.shape[0]} (shape {tuple(x.shape)}), which does "
+                f"not divide by {size} ({shares} shares x {replicas} replicas x {steps} micro-steps). Fix: {fix}."
             )
 
 

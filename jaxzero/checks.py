@@ -1,5 +1,6 @@
 """What is refused at once: gradients and state that do not fit, each by leaf path, with the fix."""
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -90,7 +91,7 @@ def gradients(call: str, grads: Leaves, arrays: Sequence[Any], params: Leaves, m
                 f"of dtype {wanted.dtype}. Expected a floating gradient. Fix: pass what jax.grad gives."
             )
         dtype = leaf.dtype if wanted.trainable else wanted.dtype
-        out.append(Leaf(leaf.path, wanted.shape, dtype, wanted.layout))
+        out.append(dataclasses.replace(wanted, path=leaf.path, dtype=dtype))
     return Leaves(tuple(out), grads.tree)
 
 

@@ -15,7 +15,7 @@ from ._compat import Literal, open_program
 
 #: Equations that only call an inner program, and the parameter that holds it. The program of a gradient
 #: has the custom rules resolved already; what is left of them is the function itself.
-_CALLS = {
+CALLS = {
     "jit": "jaxpr",
     "pjit": "jaxpr",
     "closed_call": "call_jaxpr",
@@ -120,8 +120,8 @@ class _Writer:
         for eqn in jaxpr.eqns:
             ins = [_read(env, v) for v in eqn.invars]
             name = eqn.primitive.name
-            if name in _CALLS:
-                inner, consts = open_program(eqn.params[_CALLS[name]])
+            if name in CALLS:
+                inner, consts = open_program(eqn.params[CALLS[name]])
                 if name in _REMAT:
                     self.regions += 1
                     ins = self._barrier(eqn.params, ins, self.regions)

@@ -11,41 +11,38 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from . import collectives, synchronise
+from . import collectives, typed
 from . import sinks as terms
 from ._compat import scan_parts
 from .flat_program import Known, Step, Var
-from .mesh import Axes, cast
-from .options import Options
+from .mesh import cast
 from .partition.bind import bind
 from .schedule import Scan, Schedule, Slot, Unit
 from .state import is_key
+from .synchronise import Mean
 
 _ALL_TOGETHER = 2**62
 
 
-def evaluate(
-    schedule: Schedule, args: Sequence[Any], axes: Axes, options: Options, typed: bool
-) -> tuple[list[Any], dict[int, Any]]:
+def evaluate(schedule: Schedule, args: Sequence[Any], mean: Mean, typed: bool) -> tuple[list[Any], dict[int, Any]]:
     """Runs a planned program on one device.
 
     Args:
       schedule: The plan.
       args: One array per input; this device's share where the plan says so.
-      axes: The mesh axes.
-      options: The options.
+      mean: How gradients are sent, and over which axes.
       typed: Whether the region checks types: then every value is typed as varying over all axes.
 
     Returns:
       The results (`None` for gradients and views), and the gradients: sums over the shard axis of this
       device's share, by position; a gradient that is zero is missing.
     """
-    return _Evaluation(schedule, args, axes, options, typed).run()
+    return _Evaluation(schedule, args, mean, typed).run()
 
 
 class _Evaluation:
-    def __init__(self, schedule: Schedule, args: Sequence[Any], axes: Axes, options: Options, typed: bool) -> None:
-        self.plan, self.axes, self.options, self.typed = schedule, axes, options, typed
+    def __init__(self, schedule: Schedule, args: Sequence[Any], mean: Mean, typed: bool) -> None:
+        self.plan, self.mean, self.axes, self.typed = schedule, mean, mean.axes, typed
         values = [self._type(x) for x in args]
         self.env: dict[Var, Any] = dict(zip(schedule.flat.inputs, values, strict=True))
         self.tied: dict[Slot, list[Any]] = {}
@@ -63,6 +60,8 @@ class _Evaluation:
         for slot in plan.slots:
             if slot.tied is not None:
                 ties.setdefault(slot.tied, []).append(slot)
+        for position, x in plan.sinks.constants:
+            self._reduce([position], [self._type(jnp.asarray(x))])
         for v in flat.inputs:
             self._absorb(v)
         for number, step in enumerate(flat.steps):
@@ -158,7 +157,7 @@ class _Evaluation:
             return _barrier(ins, ())[0]
         if step in self.plan.scans:
             return self._scan(step, ins)
-        return [self._type(x) for x in bind(step.eqn, ins)]
+        return typed.equation(step.eqn, ins, self._type) if self.typed else bind(step.eqn, ins)
 
     def _scan(self, step: Step, ins: list[Any]) -> list[Any]:
         """A scan whose body gathers one layer, and reduces the gradient of one layer."""
@@ -172,7 +171,7 @@ class _Evaluation:
 
         def body(carries: Any, xs: Any) -> Any:
             (c, stores), (number, x) = carries, xs
-            outs, grads = evaluate(scan.body, [*consts, *c, *x], self.axes, self.options, self.typed)
+            outs, grads = evaluate(scan.body, [*consts, *c, *x], self.mean, self.typed)
             kept = [y for i, y in enumerate(outs[count:], count) if i not in scan.body.lazy and i not in stores]
             # Together, so that no whole gradient waits for the next turn: XLA would pipeline its reduction.
             out, grads = _barrier([jnp.asarray(y) for y in outs[:count]], grads)
@@ -193,7 +192,7 @@ class _Evaluation:
         """Numbers of the stacked results of a scan that are gradients; shape and dtype of one layer's share."""
         for i, layout in scan.body.grads.items():
             dtype = scan.body.flat.outs[i].aval.dtype  # type: ignore[union-attr]
-            yield i, (layout.local_shape, synchronise.wire_dtype(dtype, self.options.reduce_dtype))
+            yield i, (layout.local_shape, self.mean.wire(dtype))
 
     def _results(self, step: Step, outs: list[Any]) -> None:
         if terms.is_zero(step):
@@ -222,7 +221,7 @@ class _Evaluation:
                 self._reduce(group, [self.local.pop(p) for p in group])
 
     def _reduce(self, positions: Sequence[int], values: Sequence[Any]) -> None:
-        sent = synchronise.send(values, self.axes, self.options)
+        sent = [self.mean.send(x) for x in values]
         layouts = [self.plan.grads[p] for p in positions]
         done = collectives.reduce_scatter(sent, layouts, self.axes.shard, bucket_bytes=_ALL_TOGETHER)
         for position, x in zip(positions, done, strict=True):
@@ -242,6 +241,12 @@ def _barrier(data: Sequence[Any], later: Any) -> tuple[list[Any], Any]:
     for i, x in zip(held, done, strict=True):
         out[i] = x
     return out, later
+
+
+def together(shares: Sequence[Any], data: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    """Shares that wait for data: else the compiler gathers them once, before a loop over micro-steps, for all of it."""
+    values, _ = _barrier([*shares, *data], ())
+    return values[: len(shares)], values[len(shares) :]
 
 
 def _can_wait(x: Any) -> bool:

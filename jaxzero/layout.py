@@ -113,6 +113,12 @@ def default_split(shape: Shape, n: int) -> Layout | None:
     return None if math.prod(shape) < SMALL * n else even_split(shape, n)
 
 
+_MISUSED = (
+    "it is one split leaf, flat and padded. Fix: zero.value_and_grad(loss_fn) or zero.forward(fn) call a function "
+    "of full parameters; zero.gather(tree) gives plain arrays; leaf.value is the stored one."
+)
+
+
 @jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class EvenSplit:
@@ -169,12 +175,15 @@ class EvenSplit:
 
     def __array__(self, *_: Any, **__: Any) -> Any:
         """Refuse to be read as the logical array: the stored one is flat and padded."""
-        raise ValueError(
-            f"{self!r} was used as an array: it is one split leaf, flat and padded. "
-            "Use zero.gather(tree) for plain arrays, or leaf.value for the stored one."
-        )
+        raise ValueError(f"{self!r} was used as an array: {_MISUSED}")
 
-    __jax_array__ = __array__
+    __jax_array__ = __getitem__ = __array__
+
+    def __getattr__(self, name: str) -> Any:
+        """Say what to do where a loss that was not handed to the library asks for `.T` or `.astype`."""
+        if name.startswith("__") or name in ("value", "shape"):  # copy and pickle ask before these are set
+            raise AttributeError(name)
+        raise AttributeError(f"EvenSplit of shape {self.shape} has no attribute {name!r}: {_MISUSED}")
 
     def __repr__(self) -> str:
         value = self.value

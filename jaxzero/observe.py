@@ -75,6 +75,12 @@ def _found(leaves: Leaves, order: Any, stacked: Any, options: Options) -> tuple[
             "first argument. Fix: use the argument, not parameters that the function closes over."
         )
     unused = tuple(leaf.path for i, leaf in enumerate(leaves.leaves) if i not in order)
+    idle = [path_text(leaf.path) for i, leaf in enumerate(leaves.leaves) if i not in order and leaf.trainable]
+    if idle and options.unused == "error":
+        raise ValueError(
+            f"observe: unused='error', and the loss does not use {idle}. Expected every trainable "
+            "leaf in its trace. Fix: drop these leaves, or unused='zero' (a zero gradient) or 'skip' (left untouched)."
+        )
     deep = tuple((path(i), lead) for i, lead in sorted(stacked.items()) if lead)
     return Observed(tuple(path(i) for i in order), unused), Stacked(deep, options.stacked)
 

@@ -36,6 +36,7 @@ class Options:
     prefetch: int = PREFETCH
     persist_bytes: int = PERSIST_BYTES
     chunk_bytes: int | None = CHUNK_BYTES
+    unused: str = "zero"
     observed: Any = None
 
     def __new__(cls, *args: Any, **options: Any) -> "Options":
@@ -66,6 +67,15 @@ class Options:
                 f"Zero: bucket_bytes={size!r}. Expected a positive int, or None for no buckets. "
                 f"Fix: for example bucket_bytes={BUCKET_BYTES}."
             )
+        _check_count("prefetch", self.prefetch, 0, f"large gathers that may run ahead. Fix: prefetch={PREFETCH}.")
+        _check_count("persist_bytes", self.persist_bytes, 0, "bytes. Fix: persist_bytes=0 keeps nothing whole.")
+        if self.chunk_bytes is not None:
+            _check_count("chunk_bytes", self.chunk_bytes, 1, "bytes, or None. Fix: chunk_bytes=None for no chunks.")
+        if self.unused not in UNUSED:
+            raise ValueError(
+                f"Zero: unused={self.unused!r}. Expected one of {UNUSED}. Fix: 'zero' gives unused parameters a zero "
+                "gradient, 'skip' leaves them and their state untouched, 'error' refuses them."
+            )
         if self.reduce_dtype is not None:
             _check_dtype(self.reduce_dtype)
         if self.stacked is not None and not callable(self.stacked):
@@ -90,8 +100,22 @@ class Options:
         manual = meshes.in_manual_region(call, self.shard_axes, self.replica_axes)
         return meshes.resolve(call, self.mesh, self.shard_axes, self.replica_axes, manual), manual
 
+    def needs_observed(self, call: str) -> None:
+        """Refuses options that say what to do with unused parameters before anybody looked for them."""
+        if self.unused != "zero" and self.observed is None:
+            raise ValueError(
+                f"{call}: unused={self.unused!r}, but which parameters are unused is not known. Found no "
+                "observed loss; expected one. Fix: zero = zero.observe(loss_fn, params, *batch) first."
+            )
+
 
 STAGES = (1, 2, 3)
+UNUSED = ("zero", "skip", "error")
+
+
+def _check_count(name: str, value: Any, least: int, what: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"Zero: {name}={value!r}. Expected an int of at least {least}: {what}")
 
 
 def _check_dtype(dtype: Any) -> None:

@@ -27,13 +27,15 @@ class Sinks:
       terms: Variable -> the results (by position) that it is a term of.
       scanned: Scan step -> {number of a stacked result: position of the gradient}.
       skipped: Steps that only added or cast terms; shares are added instead.
-      count: Position -> how many terms there are; a gradient with none is zero.
+      count: Position -> how many terms there are that a step computes.
+      constants: Terms that no step computes: (position, array); a gradient without any term is zero.
     """
 
     terms: dict[Var, list[int]]
     scanned: dict[Step, dict[int, int]]
     skipped: set[Step]
     count: dict[int, int]
+    constants: list[tuple[int, Any]]
 
 
 def find(flat: Flat, layouts: Mapping[int, Layout]) -> Sinks:
@@ -43,7 +45,7 @@ def find(flat: Flat, layouts: Mapping[int, Layout]) -> Sinks:
     for x in [*(x for step in flat.steps for x in step.ins), *flat.outs]:
         if isinstance(x, Var):
             users[x] = users.get(x, 0) + 1
-    sinks = Sinks({}, {}, set(), dict.fromkeys(layouts, 0))
+    sinks = Sinks({}, {}, set(), dict.fromkeys(layouts, 0), [])
     for position, layout in layouts.items():
         _follow(flat.outs[position], position, layout, makers, users, sinks)
     return sinks
@@ -55,7 +57,7 @@ def _follow(atom: Atom, position: int, layout: Layout, makers: Any, users: Any, 
         x = pending.pop()
         if isinstance(x, Known):
             if np.any(np.asarray(x.value)):
-                raise NotImplementedError("a gradient that is a constant")  # pragma: no cover
+                sinks.constants.append((position, x.value))
             continue
         step = makers.get(x)
         if step is not None and is_zero(step, makers):

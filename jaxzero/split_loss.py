@@ -1,4 +1,4 @@
-"""The gradient of a loss over split parameters: traced, planned, evaluated, reduced."""
+"""A function of split parameters as a program: traced at full shapes, planned, evaluated step by step."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -7,80 +7,97 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from . import dependence, gather_on_use, partition, schedule, synchronise
+from . import gather_on_use, partition, schedule
 from .flat_program import check_effects, flatten
-from .mesh import Axes
-from .options import Options
-from .state import Leaves
+from .loss_call import Setting
+from .mesh import cast, path_text
+from .micro_steps import Terms
+from .synchronise import Mean
 
 
 @dataclasses.dataclass(eq=False)
-class GradientProgram:
-    """A planned gradient program: `(params, arrays) -> (loss, aux, gradients)`."""
+class SplitProgram:
+    """A planned program of parameters and examples.
+
+    Attributes:
+      plan: When to gather what.
+      program: The traced program.
+      mean: How its gradients are sent.
+    """
 
     plan: schedule.Schedule
     program: partition.Program
-    leaves: Leaves
-    axes: Axes
-    options: Options
-
-    @property
-    def out(self) -> Any:
-        """The abstract results."""
-        return self.program.out
+    mean: Mean
 
     @property
     def consts(self) -> list[Any]:
-        """What the loss closes over."""
+        """What the function closes over."""
         return self.program.consts
 
-    def differs(self, arrays: Sequence[bool], axes: Axes) -> list[bool]:
-        """Which results depend on the device; first the loss, then the leaves of aux."""
-        marks = [False] * len(self.leaves.leaves) + list(arrays)
-        return dependence.depends(self.program.jaxpr, marks, axes.every)
-
-    def run(self, params: Sequence[Any], arrays: Sequence[Any], consts: Sequence[Any], typed: bool) -> Any:
-        """Inside a manual region: the mean loss, aux as the other stages give it, and shares of the gradients."""
-        axes, options = self.axes, self.options
-        outs, sums = gather_on_use.evaluate(self.plan, [*consts, *params, *arrays], axes, options, typed)
-        trainable = [leaf for leaf in self.leaves.leaves if leaf.trainable]
-        first = len(outs) - len(trainable)
-        cut = sorted(sums)
-        shares = synchronise.finish([sums[i] for i in cut], [trainable[i - first].dtype for i in cut], axes, options)
-        grads: list[Any] = list(outs[first:])
-        for i, x in zip(cut, shares, strict=True):
-            grads[i - first] = x
-        for i, leaf in enumerate(trainable):
-            if leaf.layout is not None and first + i not in sums:
-                grads[i] = jnp.zeros(leaf.layout.local_shape, leaf.dtype)
-        value, *aux = outs[:first]
-        means = [j for j, x in enumerate(aux) if jnp.issubdtype(jnp.result_type(x), jnp.inexact)]
-        rest = [i for i, leaf in enumerate(trainable) if leaf.layout is None]
-        together = [jnp.asarray(x) for x in (value, *(aux[j] for j in means), *(grads[i] for i in rest))]
-        done = synchronise.mean_whole(together, axes, options)
-        for j, x in zip(means, done[1:], strict=False):
-            aux[j] = x
-        for i, x in zip(rest, done[1 + len(means) :], strict=True):
-            grads[i] = x
-        return done[0], aux, grads
+    def run(
+        self, params: Sequence[Any], arrays: Sequence[Any], consts: Sequence[Any], typed: bool
+    ) -> tuple[list[Any], dict[int, Any]]:
+        """The results, flat, and by position the gradients as shares of sums over the shard axis."""
+        return gather_on_use.evaluate(self.plan, [*consts, *params, *arrays], self.mean, typed)
 
 
-def trace(
-    local: Callable[..., Any], leaves: Leaves, arrays: Sequence[Any], axes: Axes, options: Options
-) -> GradientProgram:
-    """Traces `local(params, arrays) -> (loss, aux, gradients)` at full shapes, and plans it."""
-    known = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves.leaves]
-    env = list(zip(axes.every, axes.sizes, strict=True))
-    program = partition.trace(local, known, list(arrays), axis_env=env)
-    check_effects(program.jaxpr, "value_and_grad")
-    flat = flatten(program.jaxpr)
-    first = len(program.consts)
-    layouts = {
-        v: leaf.layout
-        for v, leaf in zip(flat.inputs[first : first + len(known)], leaves.leaves, strict=True)
-        if leaf.layout is not None
-    }
-    trainable = [leaf for leaf in leaves.leaves if leaf.trainable]
-    start = len(flat.outs) - len(trainable)
+class GradientProgram(SplitProgram):
+    """A program whose results are `Terms`."""
+
+    def step(self, params: Sequence[Any], consts: Sequence[Any], typed: bool) -> Callable[[list[Any]], Terms]:
+        """One micro-step, inside a manual region."""
+
+        def step(arrays: list[Any]) -> Terms:
+            here = params
+            if self.mean.steps > 1:
+                here, arrays = gather_on_use.together(params, arrays)
+            outs, sums = self.run(here, arrays, consts, typed)
+            for position, layout in self.plan.grads.items():
+                outs[position] = sums.get(position)
+                if outs[position] is None:  # the loss does not use this parameter
+                    aval = jax.tree.leaves(self.program.out)[position]
+                    zero = jnp.zeros(layout.local_shape, self.mean.wire(aval.dtype))
+                    outs[position] = cast(zero, self.mean.axes.every) if typed else zero
+            return jax.tree.unflatten(jax.tree.structure(self.program.out), [jnp.asarray(x) for x in outs])
+
+        return step
+
+
+def trace(terms: Callable[..., Terms], setting: Setting, arrays: Sequence[Any], mean: Mean) -> GradientProgram:
+    """Traces `terms(params, arrays)` at full shapes and plans when to gather and to reduce."""
+    program = _traced("value_and_grad", terms, setting, arrays)
+    leaves = jax.tree.leaves(program.out)
+    trainable = [leaf for leaf in setting.leaves.leaves if leaf.trainable]
+    start = len(leaves) - len(trainable)
     grads = {start + i: leaf.layout for i, leaf in enumerate(trainable) if leaf.layout is not None}
-    return GradientProgram(schedule.plan(flat, layouts, {}, grads, options, turn=0), program, leaves, axes, options)
+    return GradientProgram(_plan(program, setting, grads, turn=0), program, mean)
+
+
+def trace_forward(fn: Callable[..., Any], setting: Setting, arrays: Sequence[Any]) -> SplitProgram:
+    """Traces `fn(params, arrays)` at full shapes and plans when to gather."""
+    program = _traced("forward", fn, setting, arrays)
+    return SplitProgram(_plan(program, setting, {}, turn=None), program, Mean(setting.axes, setting.options))
+
+
+def _traced(call: str, fn: Callable[..., Any], setting: Setting, arrays: Sequence[Any]) -> partition.Program:
+    known, local = setting.abstract_params, setting.abstract_batch(arrays)
+    program = partition.trace(fn, known, local, axis_env=setting.axis_env)
+    check_effects(program.jaxpr, call)
+    return program
+
+
+def _plan(program: partition.Program, setting: Setting, grads: Any, turn: int | None) -> schedule.Schedule:
+    flat = flatten(program.jaxpr)
+    leaves = setting.leaves.leaves
+    first = len(program.consts)
+    held = flat.inputs[first : first + len(leaves)]
+    used = {x for step in flat.steps for x in step.ins}.union(flat.outs)
+    if leaves and turn is not None and used.isdisjoint(held):
+        raise ValueError(
+            f"value_and_grad: the loss uses no leaf of the parameters. Found none of "
+            f"{[path_text(leaf.path) for leaf in leaves[:4]]} in its trace; expected a function of its first "
+            "argument. Fix: use the argument, not parameters that the function closes over."
+        )
+    cut = [leaf.layout if setting.split else None for leaf in leaves]
+    layouts = {v: layout for v, layout in zip(held, cut, strict=True) if layout is not None}
+    return schedule.plan(flat, layouts, {}, grads, setting.options, turn=turn)

@@ -27,12 +27,14 @@ class Leaf:
       shape: Its logical shape.
       dtype: Its dtype.
       layout: How it is cut; `None`: it is whole.
+      skipped: Whether it stays as it is although it could be trained (`unused="skip"`).
     """
 
     path: Path
     shape: Shape
     dtype: Any
     layout: Layout | None
+    skipped: bool = False
 
     @property
     def cut(self) -> Layout:
@@ -42,8 +44,8 @@ class Leaf:
 
     @property
     def trainable(self) -> bool:
-        """Integer, bool, key and empty leaves pass through."""
-        return bool(jnp.issubdtype(self.dtype, jnp.inexact)) and 0 not in self.shape
+        """Integer, bool, key, empty and skipped leaves pass through."""
+        return not self.skipped and bool(jnp.issubdtype(self.dtype, jnp.inexact)) and 0 not in self.shape
 
     def stand_in(self) -> jax.ShapeDtypeStruct:
         """What the inner optimizer is traced with: itself; an integer for a key or a bool."""
@@ -115,6 +117,13 @@ def leaves_of(tree: Any, n: int, stacked: Callable[[Path], int] | None, *, share
             leaf = Leaf(path, shape, dtype, even_split(shape, n, lead))
         out.append(leaf)
     return Leaves(tuple(out), structure)
+
+
+def skipping(leaves: Leaves, paths: Sequence[Path]) -> Leaves:
+    """The leaves, those at `paths` marked as skipped."""
+    known = set(paths)
+    marked = (dataclasses.replace(leaf, skipped=leaf.path in known) for leaf in leaves.leaves)
+    return Leaves(tuple(marked), leaves.tree)
 
 
 def owner(path: Path, shape: Shape | None, by_path: dict[Path, Leaf]) -> Leaf | None:

@@ -1,9 +1,12 @@
 """Local gradients become the mean over all devices: the one place that divides.
 
 Every function runs inside a manual region. A gradient here is that of the *local* loss, the mean over
-this device's examples; the mean over devices is a sum divided once by `n * r`.
+this device's examples of one micro-step. It is summed over the shard axis (the first hop), over
+micro-steps, over the replica axis (the second hop), and divided once, by `n * r * steps` or by the total
+weight.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,10 +16,83 @@ from jax import lax
 
 from . import collectives
 from .layout import Layout
-from .mesh import Axes
+from .mesh import Axes, cast
 from .options import Options
 
 Array = jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Mean:
+    """How sums over devices and micro-steps become means.
+
+    Attributes:
+      axes: The mesh axes.
+      options: `reduce_dtype` and `bucket_bytes` are read.
+      steps: The number of micro-steps that are summed.
+    """
+
+    axes: Axes
+    options: Options
+    steps: int = 1
+
+    @property
+    def count(self) -> int:
+        """How many local means are summed."""
+        return self.axes.n * self.axes.r * self.steps
+
+    def wire(self, dtype: Any) -> Any:
+        """The dtype in which values of `dtype` are summed."""
+        return wire_dtype(dtype, self.options.reduce_dtype)
+
+    def send(self, x: Array, dtype: Any = None) -> Array:
+        """To the wire of `dtype` (its own); a narrow one is divided first, so that the sum cannot overflow."""
+        wire = self.wire(x.dtype if dtype is None else dtype)
+        return (x / self.count).astype(wire) if _narrow(wire) else x.astype(wire)
+
+    def receive(self, x: Array, dtype: Any, weight: Array | None = None) -> Array:
+        """A sum of what `send` sent, divided by the count or the total weight, in `dtype` again."""
+        divided = _narrow(self.wire(dtype))
+        if weight is None:
+            return (x if divided else x / self.count).astype(dtype)
+        x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        total = weight.astype(x.real.dtype)
+        mean = (x * self.count if divided else x) / jnp.where(total == 0, 1, total)
+        return jnp.where(total == 0, jnp.zeros_like(mean), mean).astype(dtype)
+
+    def first_hop(self, local: Sequence[Array], layouts: Sequence[Layout]) -> list[Array]:
+        """Full local gradients -> this device's share of their sum over the shard axis (reduce-scatter)."""
+        sent = [self.send(x) for x in local]
+        return collectives.reduce_scatter(sent, layouts, self.axes.shard, bucket_bytes=self.options.bucket_bytes)
+
+    def second_hop(self, shares: Sequence[Array], dtypes: Sequence[Any], weight: Array | None = None) -> list[Array]:
+        """Shares that are sums over the shard axis -> the mean: one all-reduce over the replica axis."""
+        if self.axes.replica:
+            # Sums over micro-steps may be wider than the wire.
+            shares = [x.astype(self.wire(dtype)) for x, dtype in zip(shares, dtypes, strict=True)]
+            shares = collectives.all_reduce(shares, self.axes.replica, bucket_bytes=self.options.bucket_bytes)
+        return [self.receive(x, dtype, weight) for x, dtype in zip(shares, dtypes, strict=True)]
+
+    def sliced_hop(self, local: Sequence[Array], layouts: Sequence[Layout]) -> list[Array]:
+        """The first hop of stage 1: an all-reduce over the shard axis, then a slice."""
+        sent = [self.send(x) for x in local]
+        whole = collectives.all_reduce(sent, self.axes.shard, bucket_bytes=self.options.bucket_bytes)
+        index = lax.axis_index(self.axes.shard)
+        return [collectives.share(x, layout, index) for x, layout in zip(whole, layouts, strict=True)]
+
+    def whole(
+        self, local: Sequence[Array], dtypes: Sequence[Any], weights: Sequence[Array | None] | None = None
+    ) -> list[Array]:
+        """The mean over devices of local values; every device gets all of it (one all-reduce per bucket)."""
+        weights = [None] * len(local) if weights is None else weights
+        sent = [self.send(x, dtype) for x, dtype in zip(local, dtypes, strict=True)]
+        done = collectives.all_reduce(sent, self.axes.every, bucket_bytes=self.options.bucket_bytes)
+        return [self.receive(x, dtype, w) for x, dtype, w in zip(done, dtypes, weights, strict=True)]
+
+    def total(self, weight: Array) -> Array:
+        """The sum of the weights of all devices; never narrow."""
+        wide = jnp.asarray(weight, jnp.promote_types(jnp.result_type(weight), jnp.float32))
+        return lax.psum(cast(wide, self.axes.every), self.axes.every)
 
 
 def wire_dtype(dtype: Any, reduce_dtype: Any) -> Any:
@@ -31,49 +107,17 @@ def wire_dtype(dtype: Any, reduce_dtype: Any) -> Any:
 def mean_shares(local: Sequence[Array], layouts: Sequence[Layout], axes: Axes, options: Options) -> list[Array]:
     """The mean over devices of full local gradients; each device keeps its share.
 
-    Stage 1 all-reduces over the shard axis and slices, stages 2 and 3 reduce-scatter; then one
-    all-reduce of the share over the replica axis (the second hop).
+    Stage 1 all-reduces and slices, stages 2 and 3 reduce-scatter over the shard axis; then comes one
+    all-reduce of the share over the replica axis.
     """
-    sent = [_send(x, axes, options) for x in local]
-    if options.stage == 1:
-        whole = collectives.all_reduce(sent, axes.shard, bucket_bytes=options.bucket_bytes)
-        index = lax.axis_index(axes.shard)
-        shares = [collectives.share(x, la, index) for x, la in zip(whole, layouts, strict=True)]
-    else:
-        shares = collectives.reduce_scatter(sent, layouts, axes.shard, bucket_bytes=options.bucket_bytes)
-    if axes.replica:
-        shares = collectives.all_reduce(shares, axes.replica, bucket_bytes=options.bucket_bytes)
-    return [_receive(x, g.dtype, axes) for x, g in zip(shares, local, strict=True)]
+    mean = Mean(axes, options)
+    first = mean.sliced_hop if options.stage == 1 else mean.first_hop
+    return mean.second_hop(first(local, layouts), [x.dtype for x in local])
 
 
 def mean_whole(local: Sequence[Array], axes: Axes, options: Options) -> list[Array]:
     """The mean over devices of local values; every device gets all of it."""
-    sent = [_send(x, axes, options) for x in local]
-    done = collectives.all_reduce(sent, axes.every, bucket_bytes=options.bucket_bytes)
-    return [_receive(x, g.dtype, axes) for x, g in zip(done, local, strict=True)]
-
-
-def send(values: Sequence[Array], axes: Axes, options: Options) -> list[Array]:
-    """Local terms of gradients in the form in which they are summed over the shard axis."""
-    return [_send(x, axes, options) for x in values]
-
-
-def finish(shares: Sequence[Array], dtypes: Sequence[Any], axes: Axes, options: Options) -> list[Array]:
-    """Shares that are sums over the shard axis become means over all devices: the second hop, and the division."""
-    if axes.replica:
-        shares = collectives.all_reduce(shares, axes.replica, bucket_bytes=options.bucket_bytes)
-    return [_receive(x, dtype, axes) for x, dtype in zip(shares, dtypes, strict=True)]
-
-
-def _send(x: Array, axes: Axes, options: Options) -> Array:
-    """To the dtype on the wire; a narrow one is divided first, so that the sum cannot overflow."""
-    dtype = wire_dtype(x.dtype, options.reduce_dtype)
-    return (x / (axes.n * axes.r)).astype(dtype) if _narrow(dtype) else x.astype(dtype)
-
-
-def _receive(x: Array, dtype: Any, axes: Axes) -> Array:
-    """Back from the wire; divided here unless it was before."""
-    return (x if _narrow(x.dtype) else x / (axes.n * axes.r)).astype(dtype)
+    return Mean(axes, options).whole(local, [x.dtype for x in local])
 
 
 def _narrow(dtype: Any) -> bool:

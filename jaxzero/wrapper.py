@@ -16,7 +16,7 @@ from .mesh import Axes
 from .optimizer import Init, Update
 from .options import Options
 from .partition import Record
-from .state import Leaf, Leaves, bare, is_key, leaves_of, state_leaves, wear
+from .state import Leaf, Leaves, bare, is_key, leaves_of, skipping, state_leaves, wear
 
 #: Set while an inner optimizer is traced: another wrapped one inside it is refused.
 _tracing: contextvars.ContextVar[bool] = contextvars.ContextVar("tracing", default=False)
@@ -44,6 +44,8 @@ class ShardedOptimizer(optax.GradientTransformationExtraArgs):
 def wrap(options: Options, inner: Any, reduced: bool) -> ShardedOptimizer:
     """The wrapped optimizer; see `Zero.optimizer`."""
     checks.inner_optimizer(inner, ShardedOptimizer)
+    if options.unused == "skip":
+        options.needs_observed("optimizer")
     calls = Calls(options, inner, reduced)
 
     def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
@@ -62,7 +64,7 @@ class Calls:
     def init(self, params: Any) -> Any:
         """Optimizer state, born split."""
         axes, manual = self.options.context("init")
-        leaves, arrays = self._leaves("init", params, axes)
+        leaves, arrays = self._leaves("init", params, axes, manual and self.options.stage == 3)
         split = self._split_params("init", leaves, arrays, manual)
 
         def make() -> Init:
@@ -83,7 +85,8 @@ class Calls:
         """Updates (or, for `apply`, new parameters) and new state."""
         axes, manual = self.options.context(call)
         g, g_arrays = self._leaves(call, grads, axes)
-        p, p_arrays = (None, []) if params is None else self._leaves(call, params, axes)
+        at_rest = manual and self.options.stage == 3
+        p, p_arrays = (None, []) if params is None else self._leaves(call, params, axes, at_rest)
         if p is not None:
             checks.same_leaves(call, grads, params)
             g = checks.gradients(call, g, g_arrays, p, manual)
@@ -114,7 +117,7 @@ class Calls:
             checks.state_arrays(call, s_arrays, body.traced.state, axes)
             paths = [[leaf.path for leaf in x] for x in (leaves, body.traced.state, body.params)]
             new, new_state = self._region(call, body, [*paths, None, None])(*arrays)
-        return _assemble(call, body, new, new_state, s_arrays, p_arrays)
+        return _assemble(call, body, new, new_state, s_arrays, p_arrays, manual)
 
     def record(self, params: Any) -> tuple[Record, Axes]:
         """What one update with split gradients does, without running it."""
@@ -143,11 +146,14 @@ class Calls:
 
     # --- behind the calls ---
 
-    def _leaves(self, call: str, tree: Any, axes: Axes) -> tuple[Leaves, list[Any]]:
+    def _leaves(self, call: str, tree: Any, axes: Axes, shares: bool = False) -> tuple[Leaves, list[Any]]:
         for path, x in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_split):
             checks.split_leaf(call, path, x)
         arrays = jax.tree.leaves(tree, is_leaf=is_split)
-        return leaves_of(tree, axes.n, self.options.stacked), arrays
+        leaves = leaves_of(tree, axes.n, self.options.stacked, shares=shares)
+        if self.options.unused == "skip":
+            leaves = skipping(leaves, self.options.observed.unused)
+        return leaves, arrays
 
     def _split_params(self, call: str, leaves: Leaves, arrays: Sequence[Any], manual: bool) -> tuple[bool, ...]:
         """Which parameters come as shares: flat ones wear it, rows are split at rest at stage 3."""
@@ -233,7 +239,7 @@ def _reading(x: Any, leaf: Leaf) -> Any:
 
 
 def _assemble(
-    call: str, body: Update, new: Any, new_state: Any, s_arrays: Sequence[Any], p_arrays: Sequence[Any]
+    call: str, body: Update, new: Any, new_state: Any, s_arrays: Sequence[Any], p_arrays: Sequence[Any], manual: bool
 ) -> Any:
     """The trees that go back: what passes through is put in its place."""
     moved, changed = iter(new), iter(new_state)
@@ -244,7 +250,15 @@ def _assemble(
         elif call == "apply":
             out.append(p_arrays[i])
         else:
-            zero = np.zeros(leaf.shape, jax.dtypes.float0) if is_key(leaf.dtype) else None
-            out.append(jnp.zeros(leaf.shape, leaf.dtype) if zero is None else zero)
+            out.append(_no_update(leaf, body.rest(leaf), manual))
     state = [s_arrays[i] if leaf.frozen else next(changed) for i, leaf in enumerate(traced.new_state)]
     return traced.new.unflatten(out), jax.tree.unflatten(traced.new_state_tree, state)
+
+
+def _no_update(leaf: Leaf, layout: Any, manual: bool) -> Any:
+    """The update of a leaf that passes through, as it would be stored."""
+    if is_key(leaf.dtype):
+        return np.zeros(leaf.shape, jax.dtypes.float0)
+    if layout is None:
+        return jnp.zeros(leaf.shape, leaf.dtype)
+    return wear(jnp.zeros(layout.local_shape if manual else layout.stored_shape, leaf.dtype), layout)

@@ -1,20 +1,19 @@
 """The `Zero` object: options, and the operations on training state that they govern."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import optax
 
-from . import checks, gradients, placement, wrapper
-from . import observe as observing
-from .options import Options
+from . import checks, placement, wrapper
+from .loss_methods import LossMethods
 from .partition import Report
 
 
 @dataclasses.dataclass(frozen=True)
-class Zero(Options):
-    """Training state split over a mesh, with the numbers of the unsharded run (ZeRO stages 1 and 2).
+class Zero(LossMethods):
+    """Training state split over a mesh, with the numbers of the unsharded run (ZeRO stages 1, 2 and 3).
 
     The inner optimizer is traced at full, unsharded shapes and the traced program is evaluated on even
     shares, so any Optax optimizer is exact: norms, masks, factored moments and random draws mean what
@@ -22,20 +21,31 @@ class Zero(Options):
 
     * stage 1: an all-reduce of gradients `2M(N-1)/N` and an all-gather of new parameters `M(N-1)/N`;
     * stage 2: a reduce-scatter of gradients `M(N-1)/N` and the same all-gather;
+    * stage 3: two all-gathers, forward and backward, and a reduce-scatter, each `M(N-1)/N`;
     * with `replica_axis` (MiCS): the same inside a group, and one all-reduce of the share, `2(M/N)(R-1)/R`.
 
-    Optimizer state takes `1/N` per device, at stage 2 gradients too; parameters are whole.
+    Optimizer state takes `1/N` per device, at stage 2 gradients too, at stage 3 parameters too.
 
     Args:
       mesh: A `jax.sharding.Mesh`, Auto or Explicit, with any further axes. May be left out where every
         call stands inside a `shard_map`.
-      stage: 1 (optimizer state split) or 2 (gradients too).
+      stage: 1 (optimizer state split), 2 (gradients too) or 3 (parameters too, gathered on use).
       shard_axis: Mesh axis, or tuple of axes (outer first), over which state is split.
       replica_axis: Mesh axis or axes over which the split state is repeated, or `None`.
       bucket_bytes: Leaves smaller than this travel together, in collectives of about this many bytes;
         `None`: every leaf alone. Numbers and storage do not depend on it.
       reduce_dtype: Dtype in which gradients are summed; `None`: float32, or a leaf's own if wider.
       stacked: A predicate on key paths: leaves whose leading axis counts layers, split inside each.
+        `observe` finds them.
+      prefetch: Stage 3: how many large gathers may run ahead of the computation; 0 takes least memory.
+      persist_bytes: Stage 3: parameters up to this size, in bytes, stay whole from their first use to the end
+        of the backward pass.
+      chunk_bytes: Stage 3: smaller parameters, in order of first use, travel together in gathers and
+        reduce-scatters of about this many bytes; `None`: every one alone.
+      unused: What becomes of parameters that the observed loss does not use: ``"zero"`` gives them a zero
+        gradient, as JAX does (decay and momentum go on); ``"skip"`` leaves them and their state untouched;
+        ``"error"`` makes `observe` refuse them by name.
+      observed: What `observe` found.
 
     Raises:
       ValueError: For an option or axis that is unknown or out of range, with the nearest known one.
@@ -97,14 +107,14 @@ class Zero(Options):
         return wrapper.wrap(self, inner, grads == "reduced")
 
     def init(self, init_fn: Callable[..., Any], *args: Any) -> Any:
-        """Parameters from `init_fn(*args)`, whole on every device of the mesh; sends nothing.
+        """Parameters from `init_fn(*args)`, born as they rest: at stage 3 no device ever holds them whole.
 
         Args:
           init_fn: Returns a tree of parameters.
           *args: Its arguments.
 
         Returns:
-          The tree, replicated over the mesh.
+          The tree, replicated over the mesh; at stage 3 split. Sends nothing.
 
         Examples:
           >>> import jax, jax.numpy as jnp, jaxzero
@@ -115,43 +125,20 @@ class Zero(Options):
         """
         return placement.born(self, init_fn, *args)
 
-    def observe(self, loss_fn: Callable[..., Any], params: Any, *batch: Any) -> "Zero":
-        """A `Zero` that knows how a loss uses its parameters: which leaves a `scan` stacks.
-
-        Traces only: nothing is computed or sent. A leaf whose every use is as the scanned operand of a
-        `scan` is *stacked*: it is split inside each layer, and the scan's body gathers one layer.
+    def shard(self, params: Any) -> Any:
+        """Parameters as they rest between steps: whole on every device; at stage 3 each leaf split.
 
         Args:
-          loss_fn: The loss, as for `value_and_grad`.
-          params: Parameters, whole or split, concrete or abstract.
-          *batch: The rest of its arguments, global, concrete or abstract.
+          params: A tree of arrays in any placement; leaves that are split already are kept.
 
         Returns:
-          The same options with `stacked` set and `observed.order`, `observed.unused` filled in.
-
-        Raises:
-          ValueError: If the loss uses no leaf of the parameters.
+          The same tree, replicated over the mesh; at stage 3 arrays cut in rows, or `EvenSplit` leaves.
 
         Examples:
           >>> import jax, jax.numpy as jnp, jaxzero
           >>> zero = jaxzero.Zero(jax.make_mesh((8,), ("data",)), stage=3)
-          >>> def loss(w, x):
-          ...     return jnp.mean(jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0])
-          >>> zero = zero.observe(loss, jnp.ones((3, 16, 16)), jnp.ones((8, 16)))
-          >>> tuple(zero.shard(jnp.ones((3, 16, 16))).sharding.spec)
-          (None, 'data')
-        """
-        observed, stacked = observing.observe(self, loss_fn, params, *batch)
-        return dataclasses.replace(self, stacked=stacked, observed=observed)
-
-    def shard(self, params: Any) -> Any:
-        """Parameters as they rest between steps: whole on every device, at stages 1 and 2.
-
-        Args:
-          params: A tree of arrays in any placement.
-
-        Returns:
-          The same tree, replicated over the mesh.
+          >>> zero.shard({"b": jnp.ones(3)})
+          {'b': EvenSplit(shape=(3,), stored=float32[8])}
         """
         return placement.shard(self, params)
 
@@ -194,53 +181,6 @@ class Zero(Options):
           True
         """
         return placement.specs(self, tree)
-
-    def value_and_grad(
-        self,
-        loss_fn: Callable[..., Any],
-        has_aux: bool = False,
-        *,
-        whole_argnums: int | Sequence[int] = (),
-        fold_keys: bool = True,
-    ) -> Callable[..., Any]:
-        """The mean loss over the whole global batch and its gradient, reduced as the stage prescribes.
-
-        The loss is differentiated on each device's own examples (the local mean); the mean over devices
-        is taken once, here. Mesh axis names are bound in it, so `lax.pmean` and
-        `BatchNorm(axis_name=...)` have the whole-batch meaning; otherwise it sees one device's examples.
-
-        Args:
-          loss_fn: `loss_fn(params, *batch) -> loss`, the mean over examples, for one device; or
-            `(loss, aux)` with `has_aux`.
-          has_aux: Whether it returns aux. Floating leaves of aux are averaged over devices; other leaves
-            must not depend on the device.
-          whole_argnums: Positions of arguments (the parameters are 0) that are given whole to every
-            device: batch statistics, schedules. All others are cut on their leading dimension over all
-            devices; scalars are whole.
-          fold_keys: Whether a scalar typed key is folded with the device's index, so that dropout
-            differs between devices. Arrays of keys are data and are cut. Keys named in `whole_argnums`
-            are never folded.
-
-        Returns:
-          `grad_fn(params, *batch) -> (loss, grads)` or `((loss, aux), grads)`. Gradients are whole at
-          stage 1 (all-reduce); at stage 2 they are split: arrays cut in rows, or `EvenSplit`
-          (reduce-scatter). Inside a user's `shard_map` they are shares at every stage.
-
-        Raises:
-          ValueError: For a batch that does not divide, a loss that is no floating scalar, an aux leaf
-            that depends on the device, parameters that are split.
-
-        Examples:
-          >>> import jax, jax.numpy as jnp, jaxzero
-          >>> zero = jaxzero.Zero(jax.make_mesh((8,), ("data",)))
-          >>> loss = lambda w, x: jnp.mean((x * w) ** 2)
-          >>> value, grad = zero.value_and_grad(loss)(jnp.float32(3.0), jnp.ones(16))
-          >>> float(value), float(grad)
-          (9.0, 6.0)
-        """
-        positions = (whole_argnums,) if isinstance(whole_argnums, int) else tuple(whole_argnums)
-        options = Options(**{f.name: getattr(self, f.name) for f in dataclasses.fields(Options)})
-        return gradients.value_and_grad(options, loss_fn, bool(has_aux), positions, bool(fold_keys))
 
     def apply(self, tx: Any, grads: Any, opt_state: Any, params: Any, **extra: Any) -> tuple[Any, Any]:
         """One optimizer step: update, add and cast on the share, then gather the new parameters once.

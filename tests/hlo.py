@@ -1,6 +1,7 @@
 """Collectives counted in compiled programs."""
 
 import re
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import checks
@@ -18,10 +19,23 @@ _CALL = re.compile(r"= (\(.*?\)|\S+) (all-reduce|all-gather|reduce-scatter|all-t
 
 
 class Row(NamedTuple):
-    """One collective: its kind, and the bytes of its full operand (of a reduce-scatter: all shares together)."""
+    """One collective.
+
+    Attributes:
+      kind: What it is.
+      nbytes: The bytes of its full operand (of a reduce-scatter: all shares together).
+      group: How many devices take part in each group.
+      times: How often it runs; loops around it multiply.
+      looped: Whether it stands in a loop.
+      branched: Whether it stands in a branch of a conditional.
+    """
 
     kind: str
     nbytes: int
+    group: int = 8
+    times: int = 1
+    looped: bool = False
+    branched: bool = False
 
 
 def _group(line: str) -> int:
@@ -36,16 +50,58 @@ def _group(line: str) -> int:
     return 8
 
 
-def collectives(text: str) -> list[Row]:
-    """All collectives of an optimized HLO text."""
-    rows = []
+def _computations(text: str) -> Iterator[tuple[str, str]]:
+    """(computation, line) for every line inside a computation."""
+    here = ""
     for line in text.splitlines():
+        if head := re.match(r"^(?:ENTRY )?%?([\w.\-]+) .*\{$", line):
+            here = head[1]
+        elif here:
+            yield here, line
+
+
+def _frames(text: str) -> dict[str, tuple[int, bool, bool]]:
+    """Computation -> how often it runs, whether in a loop, whether in a branch; through any nesting."""
+    parents: dict[str, tuple[str, int, bool, bool]] = {}
+    for here, line in _computations(text):
+        loop = re.search(r"body=%?([\w.\-]+)", line)
+        trips = re.search(r"known_trip_count\W+n\W+(\d+)", line)
+        for name in re.findall(r"(?:calls|to_apply|condition|body)=%?([\w.\-]+)", line):
+            body = loop is not None and name == loop[1]
+            parents[name] = (here, int(trips[1]) if body and trips else 1, body, False)
+        for names in re.findall(
+            r"(?:branch_computations=\{|true_computation=|false_computation=)([^},]*(?:,[^}]*)?)", line
+        ):
+            for name in re.findall(r"%?([\w.\-]+)", names.split("}")[0]):
+                parents.setdefault(name, (here, 1, False, True))
+    frames: dict[str, tuple[int, bool, bool]] = {}
+
+    def frame(name: str) -> tuple[int, bool, bool]:
+        if name not in frames:
+            if name not in parents:
+                return (1, False, False)
+            parent, times, looped, branched = parents[name]
+            t, lo, br = frame(parent)
+            frames[name] = (t * times, lo or looped, br or branched)
+        return frames[name]
+
+    for name in parents:
+        frame(name)
+    return frames
+
+
+def collectives(text: str) -> list[Row]:
+    """All collectives of an optimized HLO text, those in loops and branches too."""
+    rows, frames = [], _frames(text)
+    for here, line in _computations(text):
         if found := _CALL.search(line):
             sizes = [
                 int(np.prod([int(d) for d in dims.split(",") if d])) * WIDTH[dtype]
                 for dtype, dims in _ARRAY.findall(found[1])
             ]
-            rows.append(Row(found[2], sum(sizes) * (_group(line) if found[2] == "reduce-scatter" else 1)))
+            group = _group(line)
+            full = sum(sizes) * (group if found[2] == "reduce-scatter" else 1)
+            rows.append(Row(found[2], full, group, *frames.get(here, (1, False, False))))
     return rows
 
 
@@ -54,8 +110,16 @@ def count(rows: list[Row], kind: str, above: int = -1) -> int:
     return sum(row.kind == kind and row.nbytes > above for row in rows)
 
 
-def nbytes(rows: list[Row], kind: str) -> int:
-    return sum(row.nbytes for row in rows if row.kind == kind)
+def nbytes(rows: list[Row], kind: str, *, group: int | None = None, looped: bool | None = None, above: int = -1) -> int:
+    """Bytes of all collectives of a kind, each as often as it runs."""
+    return sum(
+        row.nbytes * row.times
+        for row in rows
+        if row.kind == kind
+        and row.nbytes > above
+        and (group is None or row.group == group)
+        and (looped is None or row.looped == looped)
+    )
 
 
 def instructions(text: str) -> int:

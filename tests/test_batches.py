@@ -63,11 +63,13 @@ def test_equal_structures_compare_equal():
 
 def test_examples_that_cannot_be_dealt():
     arguments, _, arrays = kinds(jnp.ones((8, 3)), {"y": jnp.ones((12,))})
-    with pytest.raises(ValueError, match=r"argument 2, leaf 'y'.* 12 .*8 devices \(4 shares x 2.*drop or pad"):
-        check_divides(arguments.arrays, arrays, AXES)
+    with pytest.raises(
+        ValueError, match=r"argument 2, leaf 'y'.* 12 .*8 \(4 shares x 2 replicas x 1 micro-steps.*drop or pad"
+    ):
+        check_divides(arguments.arrays, arrays, (AXES.n, AXES.r))
     arguments, _, arrays = kinds(jax.random.PRNGKey(0))
     with pytest.raises(ValueError, match=r"PRNG key use jax.random.key"):
-        check_divides(arguments.arrays, arrays, AXES)
+        check_divides(arguments.arrays, arrays, (AXES.n, AXES.r))
 
 
 def test_keys_differ_between_devices(mesh24):

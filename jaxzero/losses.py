@@ -1,0 +1,122 @@
+"""What a loss may return, and how its result is read."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from . import mesh
+from .mesh import Axes, path_text
+
+
+@dataclasses.dataclass(frozen=True)
+class How:
+    """How a loss is differentiated; see `Zero.value_and_grad`."""
+
+    has_aux: bool = False
+    accumulate: int = 1
+    accumulate_dtype: Any = jnp.float32
+    sync: str = "each"
+    weighted: bool = False
+
+    def check(self, call: str, stage: int) -> None:
+        """Refuses what is out of range, by name."""
+        k = self.accumulate
+        if isinstance(k, bool) or not isinstance(k, int) or k < 1:
+            raise ValueError(
+                f"{call}: accumulate={k!r}. Expected a positive int, the number of micro-steps. "
+                "Fix: accumulate=1 for none."
+            )
+        if self.sync not in ("each", "once"):
+            raise ValueError(
+                f"{call}: sync={self.sync!r}. Expected 'each' (reduce-scatter at every micro-step) or 'once' (add "
+                "whole local gradients, reduce after the last). Fix: sync='each' takes less memory."
+            )
+        if self.sync == "once" and stage == 3:
+            raise ValueError(
+                f"{call}: sync='once' with stage=3. Found both options; expected sync='each', because whole "
+                "gradients between micro-steps would undo the split. Fix: drop sync, or use stage=2."
+            )
+        if not jnp.issubdtype(self.accumulate_dtype, jnp.floating):
+            raise ValueError(
+                f"{call}: accumulate_dtype={self.accumulate_dtype!r}. Expected a floating dtype. Fix: jnp.float32."
+            )
+
+
+def is_mean(dtype: Any) -> bool:
+    """Whether an aux leaf of this dtype is averaged."""
+    return bool(jnp.issubdtype(dtype, jnp.inexact))
+
+
+def check(call: str, out: Any, how: How) -> tuple[Any, Any, Any]:
+    """The loss, its weight (`None` without) and aux (`None` without); refused in words where they do not fit."""
+    if how.has_aux and not (isinstance(out, tuple) and len(out) == 2):
+        raise ValueError(
+            f"{call}: has_aux=True, but the loss returns {type(out).__name__}. Expected (loss, aux). "
+            "Fix: return a pair, or drop has_aux."
+        )
+    value, aux = out if how.has_aux else (out, None)
+    weight = None
+    if how.weighted:
+        value, weight = _pair(call, value, how)
+    if isinstance(value, tuple):
+        raise ValueError(
+            f"{call}: the loss returns a tuple of {len(value)}. Expected a scalar. Fix: has_aux=True if "
+            "it is (loss, aux), weighted=True if it is (sum, weight)."
+        )
+    shape, dtype = np.shape(value), jnp.result_type(value)
+    if shape or not jnp.issubdtype(dtype, jnp.floating):
+        kind = "the sum" if how.weighted else "the mean"
+        fix = "jnp.sum(...)" if how.weighted else "jnp.mean(...)"
+        raise ValueError(
+            f"{call}: the loss has shape {shape} and dtype {dtype}. Expected a floating scalar, {kind} "
+            f"over examples. Fix: {fix} of the losses."
+        )
+    return value, weight, aux
+
+
+def _pair(call: str, value: Any, how: How) -> tuple[Any, Any]:
+    """The two scalars of a weighted loss."""
+    wanted = "((sum, weight), aux)" if how.has_aux else "(sum, weight)"
+    if not (isinstance(value, tuple) and len(value) == 2):
+        found = f"shape {np.shape(value)}" if hasattr(value, "shape") else type(value).__name__
+        raise ValueError(
+            f"{call}: weighted=True, but the loss returns {found}. Expected {wanted}: the summed losses and "
+            "what they are divided by. Fix: return both, or drop weighted=True."
+        )
+    dtype = jnp.result_type(value[1])
+    if np.shape(value[1]) or not (jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)):
+        raise ValueError(
+            f"{call}: weighted=True, but the weight has shape {np.shape(value[1])} and dtype {dtype}. Expected a real "
+            "scalar, for example the number of tokens that count. Fix: jnp.sum(mask)."
+        )
+    return value[0], jax.lax.stop_gradient(jnp.asarray(value[1], jnp.promote_types(dtype, jnp.float32)))
+
+
+def check_types(call: str, value: Any, aux: Any, axes: Axes) -> None:
+    """Inside `shard_map`: refuses a loss that is reduced already, and aux that differs and is no mean."""
+    missing = [a for a in axes.every if a not in mesh.varying(value)]
+    if missing:
+        raise ValueError(
+            f"{call}: the loss does not vary over {missing} inside shard_map. Found a loss that is "
+            "reduced over devices already (lax.pmean?), whose gradient would be divided twice; "
+            "expected the mean over this device's own examples. Fix: return the local mean; the "
+            "mean over devices is taken here."
+        )
+    leaves = jax.tree.leaves(aux)
+    check_aux(call, aux, [bool(set(axes.every) & mesh.varying(x)) for x in leaves])
+
+
+def check_aux(call: str, aux: Any, differs: Sequence[bool]) -> None:
+    """Refuses leaves of aux that differ between devices and of which no mean is taken."""
+    for (path, x), mark in zip(jax.tree_util.tree_leaves_with_path(aux), differs, strict=True):
+        dtype = jnp.result_type(x)
+        if mark and not is_mean(dtype):
+            raise ValueError(
+                f"{call}: aux leaf {path_text(path)!r} of dtype {dtype} depends on the device, and no mean of it "
+                "is taken. Expected a floating leaf (averaged), or one that is equal on all devices. Fix: "
+                "jax.lax.psum(..., axis names) for a count, or .astype(float) for a mean."
+            )
