@@ -48,10 +48,14 @@ MOST_TEXT = 4_000_000  # bytes of the standard library: enough for any run of th
 class Options:
     """Train a small GPT with the state of any Optax optimizer sharded over a mesh of devices."""
 
-    stage: Literal[1, 2] = 2
-    """ZeRO stage: 1 shards the optimizer state, 2 the gradients too."""
+    stage: Literal[1, 2, 3] = 2
+    """ZeRO stage: 1 shards the optimizer state, 2 the gradients too, 3 the parameters too."""
     mesh: str = ""
-    """Devices: "8", or "2x4" for 2 replicas of 4 shards. Default: all there are."""
+    """Devices: "8", or "2x4" for 2 groups of 4. Default: all there are."""
+    replica: bool = True
+    """With two groups: repeat the state in each (MiCS). Without: split it over both, gathered in two hops."""
+    accumulate: int = 1
+    """Micro-batches per step, whose gradients are added."""
     optimizer: str = "adamw"
     """Any alias of optax or optax.contrib."""
     learning_rate: float | None = None
@@ -209,17 +213,17 @@ def make_optimizer(options: Options) -> optax.GradientTransformation:
 # ---- devices
 
 
-def make_mesh(text: str) -> tuple[Mesh, str | None]:
-    """The mesh, and the name of its replica axis if it has one."""
+def make_mesh(text: str) -> Mesh:
+    """One axis of devices, or groups of them."""
     devices = jax.devices()
     parts = (text or str(len(devices))).lower().split("x")
     if len(parts) > 2 or not all(p.isdecimal() and int(p) > 0 for p in parts):
-        fail(f'--mesh {text}: expected a number of devices such as "8", or replicas x shards such as "2x4"')
+        fail(f'--mesh {text}: expected a number of devices such as "8", or groups x devices such as "2x4"')
     sizes = [int(p) for p in parts]
     if math.prod(sizes) > len(devices):
         fail(f"--mesh {text}: needs {math.prod(sizes)} devices, {len(devices)} are here ({devices[0].platform})")
-    names = ("replica", "data")[-len(sizes) :]
-    return Mesh(np.array(devices[: math.prod(sizes)]).reshape(sizes), names), "replica" if len(sizes) == 2 else None
+    names = ("group", "data")[-len(sizes) :]
+    return Mesh(np.array(devices[: math.prod(sizes)]).reshape(sizes), names)
 
 
 def nbytes(tree: Any, shape_here: Callable[[Any], tuple[int, ...]]) -> int:
@@ -227,7 +231,13 @@ def nbytes(tree: Any, shape_here: Callable[[Any], tuple[int, ...]]) -> int:
 
 
 def memory(
-    zero: jaxzero.Zero, mesh: Mesh, inner: optax.GradientTransformation, params: Any, grads: Any, state: Any
+    zero: jaxzero.Zero,
+    mesh: Mesh,
+    inner: optax.GradientTransformation,
+    abstract: Any,
+    params: Any,
+    grads: Any,
+    state: Any,
 ) -> dict[str, Any]:
     """Bytes on each device, and what a run that shards nothing would keep there."""
     if zero.stage == 1:  # whole on every device
@@ -236,8 +246,8 @@ def memory(
         shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), zero.specs(grads))
         split = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), grads, shardings)
         grads_here = nbytes(split, lambda x: x.sharding.shard_shape(x.shape))
-    whole = nbytes(params, lambda x: x.shape)
-    whole_state = nbytes(jax.eval_shape(inner.init, params), lambda x: x.shape)
+    whole = nbytes(abstract, lambda x: x.shape)
+    whole_state = nbytes(jax.eval_shape(inner.init, abstract), lambda x: x.shape)
     here = functools.partial(nbytes, shape_here=lambda x: x.sharding.shard_shape(x.shape))
     return {
         "parameters": {"per_device": here(params), "unsharded": whole},
@@ -276,11 +286,11 @@ def draw(losses: list[float], entropy: float, held_out: float, path: pathlib.Pat
 
 def check(options: Options, mesh: Mesh, text: np.ndarray) -> None:
     """Refuse, in one line, what cannot work."""
-    for name in ("steps", "batch", "length", "width", "layers"):
+    for name in ("steps", "batch", "length", "width", "layers", "accumulate"):
         if getattr(options, name) < 1:
             fail(f"--{name} {getattr(options, name)}: expected 1 or more")
-    if options.batch % mesh.size:
-        fail(f"--batch {options.batch}: does not divide over {mesh.size} devices")
+    if options.batch % (mesh.size * options.accumulate):
+        fail(f"--batch {options.batch}: does not divide over {mesh.size} devices x {options.accumulate} micro-batches")
     if options.width % HEAD_WIDTH:
         fail(f"--width {options.width}: expected a multiple of {HEAD_WIDTH}")
     if not options.clip >= 0:
@@ -300,7 +310,7 @@ def main(options: Options) -> None:
     started = time.perf_counter()
     jax.config.update("jax_num_cpu_devices", 8)
     console = rich.console.Console(highlight=False)
-    mesh, replica_axis = make_mesh(options.mesh)
+    mesh = make_mesh(options.mesh)
     inner = make_optimizer(options)
     vocabulary, tokens = np.unique(np.frombuffer(read_text(options.data), np.uint8), return_inverse=True)
     tokens = tokens.astype(np.int32)
@@ -321,11 +331,17 @@ def main(options: Options) -> None:
         return mean_loss(scores, tokens[:, 1:])
 
     # ------------------------------------------------------------------ jaxzero, from here
-    zero = jaxzero.Zero(mesh, stage=options.stage, shard_axis="data", replica_axis=replica_axis)
+    groups = len(mesh.axis_names) == 2
+    axes = (
+        dict(shard_axis="data", replica_axis="group")
+        if groups and options.replica
+        else dict(shard_axis=mesh.axis_names)
+    )
+    zero = jaxzero.Zero(mesh, stage=options.stage, **axes)
     tx = zero.optimizer(inner)
     params = zero.init(model.init, init_key, jnp.zeros((1, options.length), jnp.int32))
     state = jax.jit(tx.init)(params)
-    grad_fn = zero.value_and_grad(loss_fn)
+    grad_fn = zero.value_and_grad(loss_fn, accumulate=options.accumulate)
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def train_step(params: Any, state: Any, tokens: jax.Array, key: jax.Array) -> tuple[Any, Any, jax.Array]:
@@ -336,8 +352,9 @@ def main(options: Options) -> None:
     # ------------------------------------------------------------------ to here
 
     _, grads = jax.eval_shape(grad_fn, params, batch_of(training), dropout_key)
-    figures = memory(zero, mesh, inner, params, grads, state)
-    count = sum(x.size for x in jax.tree.leaves(params))
+    abstract = jax.eval_shape(model.init, init_key, jnp.zeros((1, options.length), jnp.int32))
+    figures = memory(zero, mesh, inner, abstract, params, grads, state)
+    count = sum(x.size for x in jax.tree.leaves(abstract))
     shape = " x ".join(f"{n} ({axis})" for axis, n in mesh.shape.items())
     console.print(
         f"{tokens.size:,} bytes of text, {vocabulary.size} kinds of byte; {count:,} parameters; {options.optimizer}; "
@@ -372,12 +389,12 @@ def main(options: Options) -> None:
             if (i + 1) % max(options.steps // 10, 1) == 0:
                 progress.console.print(f"step {i + 1:5d}  loss {losses[-1]:.3f}  {speed:10,.0f} tokens/s")
 
-    @jax.jit
     def score(params: Any, tokens: jax.Array) -> jax.Array:
         return mean_loss(predict(model, params, tokens[:, :-1]), tokens[:, 1:])
 
-    params = zero.gather(params)  # at stages 1 and 2 they are whole already
-    held_out_loss = float(np.mean([score(params, batch_of(held_out)) for _ in range(8)]))
+    evaluate = zero.forward(score)  # the mean over devices; parameters stay as they are
+    held_out_loss = float(np.mean([evaluate(params, batch_of(held_out)) for _ in range(8)]))
+    params = zero.gather(params)  # whole; at stages 1 and 2 they are so already
 
     one = jax.devices()[0]
     start = jnp.asarray(held_out[: options.length])

@@ -1,6 +1,6 @@
 """Collectives on layouts: reduce-scatter, all-gather and all-reduce of many leaves, joined in buckets.
 
-All functions run inside a manual region over `axes` (outer first). A leaf of at least one bucket
+All functions run inside a manual region over the axes of `hops` (outer first). A leaf of at least one bucket
 travels alone and uncopied; smaller ones are joined: `[n, k]` blocks concatenated along axis 1 into
 `[n, sum k]`, one collective, cut back per leaf, so row `i` is exactly what device `i` keeps. Buckets
 are transport: nothing is ever stored in them.
@@ -16,6 +16,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from .hops import Hops, gather, scatter
 from .layout import Layout
 
 Array = jax.Array
@@ -154,19 +155,19 @@ def _joined(
 def reduce_scatter(
     values: Sequence[Array],
     layouts: Sequence[Layout],
-    axes: tuple[str, ...],
+    hops: Hops,
     *,
     bucket_bytes: int | None,
     specs: Sequence[PartitionSpec | None] | None = None,
 ) -> list[Array]:
-    """Sums full local arrays over `axes`; each device keeps its share.
+    """Sums full local arrays over the axes of `hops`; each device keeps its share.
 
     Sends `(n-1)/n` of the bytes once per large leaf and once per bucket.
 
     Args:
       values: Arrays of the layouts' logical shapes, different on each device.
       layouts: One per value.
-      axes: Manual axes, outer first.
+      hops: Manual axes, outer first, each in a collective of its own (`Axes.hops`).
       bucket_bytes: Leaves below this are joined; `None`: none are.
       specs: Per leaf, its `PartitionSpec` over further mesh axes (rows only), or `None`.
 
@@ -178,9 +179,9 @@ def reduce_scatter(
         layouts,
         specs,
         bucket_bytes,
-        alone=lambda x, layout: lax.psum_scatter(stored(x, layout), axes, scatter_dimension=layout.lead, tiled=True),
+        alone=lambda x, layout: scatter(stored(x, layout), hops, layout.lead),
         block=_blocks,
-        together=lambda x: lax.psum_scatter(x, axes, scatter_dimension=0, tiled=True)[0],
+        together=lambda x: scatter(x, hops, 0)[0],
         unblock=lambda x, layout: x.reshape(layout.local_shape),
     )
 
@@ -188,7 +189,7 @@ def reduce_scatter(
 def all_gather(
     shares: Sequence[Array],
     layouts: Sequence[Layout],
-    axes: tuple[str, ...],
+    hops: Hops,
     *,
     bucket_bytes: int | None,
     specs: Sequence[PartitionSpec | None] | None = None,
@@ -200,22 +201,21 @@ def all_gather(
     Args:
       shares: Arrays of the layouts' local shapes.
       layouts: One per share.
-      axes: Manual axes, outer first.
+      hops: Manual axes, outer first, each in a collective of its own (`Axes.hops`).
       bucket_bytes: Leaves below this are joined; `None`: none are.
       specs: Per leaf, its `PartitionSpec` over further mesh axes (rows only), or `None`.
 
     Returns:
       Arrays of the layouts' logical shapes, without padding.
     """
-    gather = functools.partial(lax.all_gather, axis_name=axes, to="invarying")
     return _joined(
         shares,
         layouts,
         specs,
         bucket_bytes,
-        alone=lambda x, layout: logical(gather(x, axis=layout.lead, tiled=True), layout),
-        block=lambda x, layout: x.reshape(-1),
-        together=lambda x: gather(x, axis=0, tiled=False),
+        alone=lambda x, layout: logical(gather(x, hops, layout.lead), layout),
+        block=lambda x, layout: x.reshape(1, -1),
+        together=lambda x: gather(x, hops, 0),
         unblock=_unblocks,
     )
 

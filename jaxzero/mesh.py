@@ -34,11 +34,13 @@ class Axes:
       shard: Names of the axes that split the state, outer first.
       replica: Names of the axes over which the split state is repeated.
       sizes: Devices along each axis of `every`.
+      hierarchical: Whether several shard axes are gathered one after the other.
     """
 
     shard: tuple[str, ...]
     replica: tuple[str, ...]
     sizes: tuple[int, ...]
+    hierarchical: bool = True
 
     @property
     def n(self) -> int:
@@ -54,6 +56,22 @@ class Axes:
     def every(self) -> tuple[str, ...]:
         """All axes, the replica axes first: the batch is cut over them in this order."""
         return self.replica + self.shard
+
+    @property
+    def hops(self) -> tuple[str | tuple[str, ...], ...]:
+        """The shard axes as gathers and reduce-scatters take them: one hop per axis, or one for all.
+
+        An axis of one device joins its neighbour: the compiler keeps a collective of one device.
+        """
+        joined: list[list[str]] = [[]]
+        count = 1
+        for axis, size in zip(self.shard, self.sizes[len(self.replica) :], strict=True):
+            if self.hierarchical and count > 1 and size > 1:
+                joined.append([])
+                count = 1
+            joined[-1].append(axis)
+            count *= size
+        return tuple(hop[0] if len(hop) == 1 else tuple(hop) for hop in joined)
 
 
 def check_axes(mesh: Any, shard_axis: AxisNames, replica_axis: AxisNames | None) -> None:
@@ -74,6 +92,32 @@ def check_axes(mesh: Any, shard_axis: AxisNames, replica_axis: AxisNames | None)
             f"Zero: shard_axis={shard_axis!r} and replica_axis={replica_axis!r} name one axis twice. "
             "Expected different axes. Fix: give the state one axis to be split over and another to "
             "be repeated over."
+        )
+
+
+def check_hops(mesh: Any, shard: tuple[str, ...], hierarchical: bool | None) -> None:
+    """Refuses `hierarchical` where there are no hops, and hops that would cross the slow axis last.
+
+    `mesh` is a mesh, an abstract one, or `None`.
+    """
+    if hierarchical is not None and not isinstance(hierarchical, bool):
+        raise ValueError(
+            f"Zero: hierarchical={hierarchical!r}. Expected True, False, or None for True where shard_axis is a "
+            "tuple. Fix: drop it."
+        )
+    if hierarchical and len(shard) < 2:
+        raise ValueError(
+            f"Zero: hierarchical=True with shard_axis={shard[0]!r}. Found one shard axis, over which there is one "
+            "collective; expected a tuple of axes, outer first. Fix: shard_axis=('node', 'local') on a mesh with "
+            "these axes, or drop hierarchical."
+        )
+    order = tuple(a for a in getattr(mesh, "axis_names", ()) if a in shard)
+    if hierarchical is not False and len(order) == len(shard) and order != shard:
+        raise ValueError(
+            f"Zero: hierarchical={hierarchical!r} with shard_axis={shard!r}. Found mesh axes in the order {order}; "
+            "expected the same order, outer first: the first hop must be the one between nodes, or more bytes cross "
+            f"there than in one flat collective. Fix: shard_axis={order!r}, or hierarchical=False, which is right in "
+            "any order."
         )
 
 

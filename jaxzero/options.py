@@ -5,6 +5,7 @@ import difflib
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
@@ -30,6 +31,7 @@ class Options:
     stage: int = 2
     shard_axis: AxisNames = "data"
     replica_axis: AxisNames | None = None
+    hierarchical: bool | None = None
     bucket_bytes: int | None = BUCKET_BYTES
     reduce_dtype: Any = None
     stacked: Callable[[Any], int] | None = None
@@ -84,6 +86,7 @@ class Options:
                 "stacked=lambda path: 'layers' in jax.tree_util.keystr(path)."
             )
         meshes.check_axes(self.mesh, self.shard_axis, self.replica_axis)
+        meshes.check_hops(self.mesh, self.shard_axes, self.hierarchical)
 
     @property
     def shard_axes(self) -> tuple[str, ...]:
@@ -98,7 +101,10 @@ class Options:
     def context(self, call: str) -> tuple[meshes.Axes, bool]:
         """The axes with their sizes, and whether the call stands inside a user's `shard_map`."""
         manual = meshes.in_manual_region(call, self.shard_axes, self.replica_axes)
-        return meshes.resolve(call, self.mesh, self.shard_axes, self.replica_axes, manual), manual
+        if manual:
+            meshes.check_hops(jax.sharding.get_abstract_mesh(), self.shard_axes, self.hierarchical)
+        axes = meshes.resolve(call, self.mesh, self.shard_axes, self.replica_axes, manual)
+        return dataclasses.replace(axes, hierarchical=self.hierarchical is not False), manual
 
     def needs_observed(self, call: str) -> None:
         """Refuses options that say what to do with unused parameters before anybody looked for them."""

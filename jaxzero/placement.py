@@ -112,7 +112,7 @@ def gather(options: Options, tree: Any) -> Any:
 
 @functools.lru_cache(maxsize=512)
 def _gather_one(mesh_: Any, axes: Axes, layout: Layout) -> Callable[[Any], Any]:
-    whole = lambda x: collectives.all_gather([x], [layout], axes.shard, bucket_bytes=None)[0]
+    whole = lambda x: collectives.all_gather([x], [layout], axes.hops, bucket_bytes=None)[0]
     return jax.jit(mesh.region(mesh_, axes, whole, layout.spec(axes.shard), P()))
 
 
@@ -130,7 +130,7 @@ def _gather_inside(options: Options, axes: Axes, tree: Any) -> Any:
     whole = collectives.all_gather(
         [out[i] for i in cut],
         [leaves.leaves[i].cut for i in cut],
-        axes.shard,
+        axes.hops,
         bucket_bytes=options.bucket_bytes,
     )
     for i, x in zip(cut, whole, strict=True):
@@ -148,7 +148,7 @@ def specs(options: Options, tree: Any) -> Any:
             return EvenSplit(layout.spec(axes.shard), x.shape)
         sharding = None if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None)
         if isinstance(sharding, NamedSharding) and axes.n > 1:  # over one device JAX drops the axis
-            return _short(sharding.spec)
+            return _written(sharding.spec, axes)
         shape, _ = shape_dtype(x)
         stored = even_split(shape, axes.n, leading(options.stacked, path))
         return P() if stored is None or stored.kind == "flat" else stored.spec(axes.shard)
@@ -169,9 +169,11 @@ def _layout(call: str, options: Options, path: Any, x: EvenSplit, axes: Axes) ->
     return layout
 
 
-def _short(spec: PartitionSpec) -> PartitionSpec:
-    """Without the `None`s that Explicit meshes append."""
-    parts = list(spec)
+def _written(spec: PartitionSpec, axes: Axes) -> PartitionSpec:
+    """A spec as layouts write it: JAX drops axes of one device from it, and Explicit meshes append `None`s."""
+    sizes = dict(zip(axes.every, axes.sizes, strict=True))
+    kept = tuple(a for a in axes.shard if sizes[a] > 1)
+    parts = [axes.shard if part and mesh.names(part) == kept != axes.shard else part for part in spec]
     while parts and parts[-1] is None:
         parts.pop()
     return P(*parts)

@@ -63,7 +63,7 @@ class Mean:
     def first_hop(self, local: Sequence[Array], layouts: Sequence[Layout]) -> list[Array]:
         """Full local gradients -> this device's share of their sum over the shard axis (reduce-scatter)."""
         sent = [self.send(x) for x in local]
-        return collectives.reduce_scatter(sent, layouts, self.axes.shard, bucket_bytes=self.options.bucket_bytes)
+        return collectives.reduce_scatter(sent, layouts, self.axes.hops, bucket_bytes=self.options.bucket_bytes)
 
     def second_hop(self, shares: Sequence[Array], dtypes: Sequence[Any], weight: Array | None = None) -> list[Array]:
         """Shares that are sums over the shard axis -> the mean: one all-reduce over the replica axis."""

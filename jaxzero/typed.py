@@ -37,7 +37,13 @@ def program(closed: Any, args: Sequence[Any], cast: Cast) -> list[Any]:
     jaxpr, consts = open_program(closed)
     env: dict[Any, Any] = dict(zip(jaxpr.constvars, map(cast, map(jnp.asarray, consts)), strict=True))
     env.update(zip(jaxpr.invars, args, strict=True))
-    read = lambda v: cast(jnp.asarray(v.val, v.aval.dtype)) if isinstance(v, Literal) else env[v]
+
+    def read(v: Any) -> Any:
+        if isinstance(v, Literal):
+            aval: Any = v.aval
+            return cast(jnp.asarray(v.val, aval.dtype))
+        return env[v]
+
     for eqn in jaxpr.eqns:
         env.update(zip(eqn.outvars, equation(eqn, [read(v) for v in eqn.invars], cast), strict=True))
     return [read(v) for v in jaxpr.outvars]

@@ -32,6 +32,10 @@ class Zero(LossMethods):
       stage: 1 (optimizer state split), 2 (gradients too) or 3 (parameters too, gathered on use).
       shard_axis: Mesh axis, or tuple of axes (outer first), over which state is split.
       replica_axis: Mesh axis or axes over which the split state is repeated, or `None`.
+      hierarchical: For a tuple of shard axes such as `("node", "local")`: gathers go across nodes first, then
+        inside the node, reduce-scatters the other way round. Groups of `p` devices on nodes of `k` then bring
+        `M(p-k)/p` bytes into a node, not `M(p-1)/p`, for one more copy of each leaf. `None`: for every tuple;
+        `False`: one flat collective over all of them.
       bucket_bytes: Leaves smaller than this travel together, in collectives of about this many bytes;
         `None`: every leaf alone. Numbers and storage do not depend on it.
       reduce_dtype: Dtype in which gradients are summed; `None`: float32, or a leaf's own if wider.

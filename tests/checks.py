@@ -140,8 +140,11 @@ def train(
     state = jax.jit(tx.init)(params)
 
     def global_step(params: Any, state: Any, batch: Any, whole_batch: Any) -> Any:
-        grad_fn = jax.value_and_grad if way.startswith("jax.grad") else zero.value_and_grad
-        value, grads = grad_fn(loss_fn)(trained(params), batch)
+        if way.startswith("jax.grad"):
+            given = zero.gather(params) if zero.stage == 3 else params
+            value, grads = jax.value_and_grad(loss_fn)(trained(given), batch)
+        else:
+            value, grads = zero.value_and_grad(loss_fn)(trained(params), batch)
         more = extra(value, grads, whole_batch)
         if way.endswith("apply"):
             return *zero.apply(tx, grads, state, params, **more), value
@@ -152,15 +155,17 @@ def train(
         if way.endswith("apply"):
             value, grads = zero.value_and_grad(loss_fn)(trained(params), batch)
             return *zero.apply(tx, grads, state, params, **extra(value, grads, whole_batch)), value
-        local, grads = jax.value_and_grad(loss_fn)(varying(trained(params), axes), batch)
+        given = zero.gather(params) if zero.stage == 3 else params
+        local, grads = jax.value_and_grad(loss_fn)(varying(trained(given), axes), batch)
         value = lax.pmean(local, axes)
         updates, state = tx.update(grads, state, params, **extra(value, grads, whole_batch))
         return optax.apply_updates(params, updates), state, value
 
     def inside(state: Any) -> Any:
         specs = zero.specs(state)
+        held = zero.specs(params) if zero.stage == 3 else P()
         return jax.jit(
-            jax.shard_map(local_step, mesh=mesh, in_specs=(P(), specs, P(axes), P()), out_specs=(P(), specs, P()))
+            jax.shard_map(local_step, mesh=mesh, in_specs=(held, specs, P(axes), P()), out_specs=(held, specs, P()))
         )
 
     step = None if way.startswith("inside") and not grows else jax.jit(global_step)

@@ -37,7 +37,8 @@ def text(tmp_path):
     [
         ["--optimizer", "adamw", "--learning-rate", "0.01"],
         ["--stage", "1", "--mesh", "2x2", "--optimizer", "muon", "--learning-rate", "0.03", "--clip", "0"],
-        ["--mesh", "2x4", "--optimizer", "lamb", "--learning-rate", "0.03"],
+        ["--stage", "3", "--mesh", "2x4", "--optimizer", "lamb", "--learning-rate", "0.03", "--accumulate", "2"],
+        ["--stage", "3", "--mesh", "2x2", "--no-replica", "--learning-rate", "0.01"],
         ["--mesh", "1", "--optimizer", "schedule_free_adamw", "--learning-rate", "0.03"],
     ],
     ids=lambda options: "_".join(options),
@@ -56,7 +57,9 @@ def test_train_gpt_learns(tmp_path, text, options):
     for words in ("What lives where", "optimizer state", "tokens/s", "held-out loss", "unigram entropy"):
         assert words in run.stdout
     shards = metrics["mesh"]["data"]
-    for name, stage in (("optimizer state", 1), ("gradients", 2)):
+    if not metrics["options"]["replica"]:
+        shards *= metrics["mesh"]["group"]
+    for name, stage in (("optimizer state", 1), ("gradients", 2), ("parameters", 3)):
         row = metrics["memory"][name]
         split = shards if metrics["options"]["stage"] >= stage else 1
         assert row["unsharded"] / split <= row["per_device"] <= row["unsharded"] / split * 1.05 + 64, name

@@ -18,6 +18,7 @@ import numpy as np
 from jax import lax
 
 from .. import collectives
+from ..hops import gather
 from ..layout import Layout, Shape
 from ..mesh import Axes, cast, varying
 
@@ -169,12 +170,12 @@ class Context:
                 term.whole = _received(term, [next(rest) for _ in _sent(term)])
         for x in todo:
             if isinstance(x, Partial) and x.how == "prod":
-                x.whole = lax.reduce_prod(lax.all_gather(x.local, self.axes.shard, to="invarying"), (0,))
+                x.whole = lax.reduce_prod(gather(lax.expand_dims(x.local, (0,)), self.axes.hops, 0), (0,))
         splits = [x for x in todo if isinstance(x, Split)]
         gathered = collectives.all_gather(
             [x.local for x in splits],
             [x.layout for x in splits],
-            self.axes.shard,
+            self.axes.hops,
             bucket_bytes=self.bucket_bytes,
         )
         for split, y in zip(splits, gathered, strict=True):

@@ -1,0 +1,43 @@
+"""One gather and its transpose in hops: across nodes first, then inside the node.
+
+A *hop* is an axis name, or several that are gathered in one collective; a tuple of hops goes outer first.
+In the gather each device first fetches the shares of its counterparts in other nodes (one channel per
+device of a node, all at once), and only then do the devices of a node exchange what they fetched: `p` shares
+of `M` bytes on nodes of `k` devices bring `(p-k)M/p` bytes into a node, where one flat ring brings `(p-1)M/p`.
+
+Order is kept by giving each hop a dimension of its own: outer hops stack in front of inner ones, so the
+stacked dimensions read in row-major order are the devices' numbers. Joining node after node without them
+would give a permutation of the right shape and norm. The price is the re-ordering: one copy of the whole.
+"""
+
+import math
+from collections.abc import Sequence
+
+import jax
+from jax import lax
+
+Array = jax.Array
+Hops = Sequence[str | tuple[str, ...]]
+
+
+def gather(x: Array, hops: Hops, axis: int) -> Array:
+    """All shares joined along `axis` in order of device number, typed as equal on all devices."""
+    before, after = x.shape[:axis], x.shape[axis + 1 :]
+    last = len(hops) - 1
+    for i, hop in enumerate(hops):
+        x = lax.all_gather(x, hop, axis=axis + i, tiled=i == last, to="invarying")
+    return x.reshape(*before, math.prod(x.shape[axis : axis + len(hops)]), *after)
+
+
+def scatter(x: Array, hops: Hops, axis: int) -> Array:
+    """The sum over devices, cut along `axis`: the transpose of `gather`, inner hop first.
+
+    So what crosses between nodes is already summed inside each, and `1/k` of its size.
+    """
+    outer = [lax.axis_size(hop) for hop in hops[:-1]]
+    before, after = x.shape[:axis], x.shape[axis + 1 :]
+    x = x.reshape(*before, *outer, x.shape[axis] // math.prod(outer), *after)
+    last = len(hops) - 1
+    for i in reversed(range(len(hops))):
+        x = lax.psum_scatter(x, hops[i], scatter_dimension=axis + i, tiled=i == last)
+    return x
