@@ -4,7 +4,7 @@ The loss is differentiated once, at full shapes and outside any manual region; w
 each device, is the resulting program. So every use of a parameter, forward or backward, is just a use.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -12,11 +12,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from . import collectives, typed
+from . import sinks as terms
 from ._compat import scan_parts
 from .flat_program import Known, Step, Var
 from .mesh import cast
 from .partition.bind import bind
-from .schedule import Schedule, Slot, Unit
+from .schedule import Scan, Schedule, Slot, Unit
 from .state import is_key
 from .synchronise import Mean
 
@@ -49,6 +50,9 @@ class _Evaluation:
         self.grads: dict[int, Any] = {}
         self.local: dict[int, Any] = {}
         self.left = dict(schedule.sinks.count)
+        self.flying: list[int] = []
+        self.fresh: list[int] = []
+        self.zeros: set[Any] = set()
 
     def run(self) -> tuple[list[Any], dict[int, Any]]:
         flat, plan = self.plan.flat, self.plan
@@ -80,16 +84,40 @@ class _Evaluation:
         return cast(x, self.axes.every) if self.typed else x
 
     def _operands(self, step: Step, slots: Sequence[Slot]) -> list[Any]:
-        """The data of a step; the shares of `slots` wait for it, in one barrier whose results are all used."""
-        ins = [x.value if isinstance(x, Known) else None if x in self.plan.views else self.env[x] for x in step.ins]
-        held = [i for i, x in enumerate(ins) if isinstance(step.ins[i], Var) and _can_wait(x)]
+        """The data of a step, in one barrier with what has to wait for it or to be over before it.
+
+        The shares of `slots` wait for the data. Whole gradients on their way land before the next is made, and
+        small ones are made, so that they do not hold what they are made from. All results of the barrier are
+        used: else it would be dropped.
+        """
+        known = lambda x: x.value if isinstance(x, Known) else None if x in self.plan.views else self.env[x]
+        ins: list[Any] = [known(x) for x in step.ins]
+        makes, use = step in self.plan.makers, self.plan.makers.get(step)
         shares = [self._shares(slot) for slot in slots]
-        if held and any(shares):
-            data, shares = lax.optimization_barrier(([ins[i] for i in held], shares))
-            for i, x in zip(held, data, strict=True):
-                ins[i] = x
+        if any(map(_can_wait, ins)) and (makes or any(shares)):
+            zeros = {i: x.aval for i, x in enumerate(step.ins) if makes and x in self.zeros and isinstance(x, Var)}
+            starts = [self._type(jnp.zeros((), aval.dtype)) for aval in zeros.values()]
+            before = [v for v in (use.outs if use else ()) if v in self.env]
+            data = [*(None if i in zeros else x for i, x in enumerate(ins)), *(self.env[v] for v in before)]
+            data, (shares, starts) = self._settle(data, (shares, starts), self.plan.flying)
+            self.env.update(zip(before, data[len(ins) :], strict=True))
+            ins = data[: len(ins)]
+            for (i, aval), x in zip(zeros.items(), starts, strict=True):
+                ins[i] = jnp.full(aval.shape, x)
         self.tied.update(zip(slots, shares, strict=True))
         return ins
+
+    def _settle(self, data: Sequence[Any], later: Any, flying: int) -> tuple[list[Any], Any]:
+        """A barrier: `later` waits for `data`, and both for all gradients but the last `flying` that are whole."""
+        count = max(len(self.flying) - flying, 0)
+        landed = list(dict.fromkeys(self.flying[:count]))
+        made = [p for p in dict.fromkeys(self.fresh) if p in self.local]
+        self.flying, self.fresh = self.flying[count:], []
+        gradients = [self.grads[p] for p in landed], [self.local[p] for p in made]
+        out, (later, (shares, sums)) = _barrier(data, (later, gradients))
+        self.grads.update(zip(landed, shares, strict=True))
+        self.local.update(zip(made, sums, strict=True))
+        return out, later
 
     def _shares(self, slot: Slot) -> list[Any]:
         return [lax.convert_element_type(self.env[u.source], u.dtype) for u in slot.units]
@@ -130,10 +158,7 @@ class _Evaluation:
 
     def _compute(self, step: Step, ins: list[Any]) -> list[Any]:
         if step.eqn is None:
-            held = [i for i, x in enumerate(ins) if _can_wait(x)]
-            for i, x in zip(held, lax.optimization_barrier([ins[i] for i in held]), strict=True):
-                ins[i] = x
-            return ins
+            return _barrier(ins, ())[0]
         if step in self.plan.scans:
             return self._scan(step, ins)
         return typed.equation(step.eqn, ins, self._type) if self.typed else bind(step.eqn, ins)
@@ -143,27 +168,39 @@ class _Evaluation:
         scan, params = self.plan.scans[step], step.eqn.params
         consts, carry, xs = (list(x) for x in scan_parts(step.eqn, ins))
         count = len(carry)
-
-        def body(c: list[Any], x: list[Any]) -> Any:
-            outs, grads = evaluate(scan.body, [*consts, *c, *x], self.mean, self.typed)
-            for i, layout in scan.body.grads.items():
-                outs[i] = grads.get(i)
-                if outs[i] is None:
-                    dtype = scan.body.flat.outs[i].aval.dtype  # type: ignore[union-attr]
-                    outs[i] = self._type(jnp.zeros(layout.local_shape, self.mean.wire(dtype)))
-            kept = [y for i, y in enumerate(outs[count:], count) if i not in scan.body.lazy]
-            return [jnp.asarray(y) for y in outs[:count]], kept
-
         carry = [self._type(jnp.asarray(x, v.aval.dtype)) for x, v in zip(carry, step.outs[:count], strict=True)]
+        carry, zero = self._settle(carry, self._type(jnp.float32(0)), 0)
+        # From a zero that waits too: else room for all gradients would be taken long before they are made.
+        stores = {i: jnp.full((params["length"], *shape), zero, dtype) for i, (shape, dtype) in self._sunk(scan)}
+
+        def body(carries: Any, xs: Any) -> Any:
+            (c, stores), (number, x) = carries, xs
+            outs, grads = evaluate(scan.body, [*consts, *c, *x], self.mean, self.typed)
+            kept = [y for i, y in enumerate(outs[count:], count) if i not in scan.body.lazy and i not in stores]
+            # Together, so that no whole gradient waits for the next turn: XLA would pipeline its reduction.
+            out, grads = _barrier([jnp.asarray(y) for y in outs[:count]], grads)
+            put = lambda i: lax.dynamic_update_index_in_dim(stores[i], grads[i], number, 0)
+            return (out, {i: put(i) if i in grads else stores[i] for i in stores}), kept
+
         keywords = {k: params[k] for k in ("reverse", "unroll", "length")}
-        carry, ys = lax.scan(body, carry, xs, **keywords)
+        numbers = self._type(jnp.arange(params["length"]))
+        (carry, stores), ys = lax.scan(body, (carry, stores), (numbers, xs), **keywords)
         rest = iter(ys)
-        stacked = [None if i in scan.body.lazy else next(rest) for i in range(count, len(step.outs))]
+        skipped = scan.body.lazy | stores.keys()
+        stacked = [None if i in skipped else next(rest) for i in range(count, len(step.outs))]
         for i, position in scan.sunk.items():
-            self._add(position, stacked[i - count])
+            self._add(position, stores[i])
         return [*carry, *stacked]
 
+    def _sunk(self, scan: Scan) -> Iterator[tuple[int, Any]]:
+        """Numbers of the stacked results of a scan that are gradients; shape and dtype of one layer's share."""
+        for i, layout in scan.body.grads.items():
+            dtype = scan.body.flat.outs[i].aval.dtype  # type: ignore[union-attr]
+            yield i, (layout.local_shape, self.mean.wire(dtype))
+
     def _results(self, step: Step, outs: list[Any]) -> None:
+        if terms.is_zero(step):
+            self.zeros.update(step.outs)
         for v, x in zip(step.outs, outs, strict=True):
             if v not in self.plan.views:
                 self.env[v] = x
@@ -182,6 +219,7 @@ class _Evaluation:
                 continue
             before, dtype = self.local.get(position), self.plan.flat.outs[position].aval.dtype  # type: ignore[union-attr]
             self.local[position] = self.env[v] if before is None else before.astype(dtype) + self.env[v].astype(dtype)
+            self.fresh.append(position)
             self.left[position] -= 1
             if not any(self.left[p] for p in group):
                 self._reduce(group, [self.local.pop(p) for p in group])
@@ -192,18 +230,26 @@ class _Evaluation:
         done = collectives.reduce_scatter(sent, layouts, self.axes.hops, bucket_bytes=_ALL_TOGETHER)
         for position, x in zip(positions, done, strict=True):
             self._add(position, x)
+        self.flying.append(positions[0])
 
     def _add(self, position: int, x: Any) -> None:
         before = self.grads.get(position)
         self.grads[position] = x if before is None else before + x
 
 
+def _barrier(data: Sequence[Any], later: Any) -> tuple[list[Any], Any]:
+    """`data` and `later` in one barrier; of `data`, what cannot enter it passes beside it."""
+    held = [i for i, x in enumerate(data) if _can_wait(x)]
+    done, later = lax.optimization_barrier(([data[i] for i in held], later))
+    out = list(data)
+    for i, x in zip(held, done, strict=True):
+        out[i] = x
+    return out, later
+
+
 def together(shares: Sequence[Any], data: Sequence[Any]) -> tuple[list[Any], list[Any]]:
     """Shares that wait for data: else the compiler gathers them once, before a loop over micro-steps, for all of it."""
-    values = [*shares, *data]
-    held = [i for i, x in enumerate(values) if _can_wait(x)]
-    for i, x in zip(held, lax.optimization_barrier([values[i] for i in held]), strict=True):
-        values[i] = x
+    values, _ = _barrier([*shares, *data], ())
     return values[: len(shares)], values[len(shares) :]
 
 

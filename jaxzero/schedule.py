@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from . import makers as making
 from . import sinks as terms
 from . import views as viewing
 from ._compat import open_program, scan_parts
@@ -77,10 +78,13 @@ class Schedule:
       sinks: Where gradients are complete.
       grads: Position of a result that is a gradient -> the layout of its share.
       groups: Position -> the positions whose gradients are reduced together with it.
+      makers: Steps that make a whole gradient which is reduced by itself -> the use of the parameter that it
+        is made after, if there is one.
       scans: Plans of the scans among the steps.
       slots: Gathers, in order.
       uses: Step number -> {unit: its gather}; the number of steps stands for the results.
       lazy: Positions of results that stay views: a scan does not stack them.
+      flying: How many whole gradients may be on their way when the next is made.
     """
 
     flat: Flat
@@ -89,10 +93,12 @@ class Schedule:
     sinks: Sinks
     grads: dict[int, Layout]
     groups: dict[int, list[int]]
+    makers: dict[Step, Step | None]
     scans: dict[Step, Scan]
     slots: list[Slot]
     uses: dict[int, dict[Unit, Slot]]
     lazy: set[int]
+    flying: int
 
     def passive(self, step: Step) -> bool:
         """Whether a step computes nothing: its results are views or it only adds terms."""
@@ -130,7 +136,7 @@ def plan(
       The plan.
     """
     found = terms.find(flat, grads)
-    schedule = Schedule(flat, layouts, dict(given), found, grads, {}, {}, [], {}, set())
+    schedule = Schedule(flat, layouts, dict(given), found, grads, {}, {}, {}, [], {}, set(), options.prefetch)
     for v in layouts:
         schedule.views.setdefault(v, View(v))
     for step in flat.steps:
@@ -148,6 +154,7 @@ def plan(
                 schedule.views.update(zip(step.outs, through, strict=True))
     late = range(len(flat.outs) if stacked is None else stacked, len(flat.outs))
     schedule.lazy = {i for i in late if i not in grads and flat.outs[i] in schedule.views}
+    _late_gradients(schedule, options)
     _gathers(schedule, options, turn)
     _ties(schedule.slots, options.prefetch)
     _reductions(schedule, options)
@@ -198,6 +205,22 @@ def _scan(schedule: Schedule, step: Step, options: Options) -> None:
         view = inside.views[body.outs[number]]  # type: ignore[index]
         schedule.views[step.outs[number]] = view.stacked(outer[view.source])
     schedule.scans[step] = Scan(inside, sliced, sunk)
+
+
+def _late_gradients(schedule: Schedule, options: Options) -> None:
+    """Large gradients are made after the parameter's last use, so that the two are not whole together."""
+    flat, least = schedule.flat, options.chunk_bytes or 0
+    size = lambda view: nbytes(schedule.layouts[view.source].shape, schedule.unit(view).dtype)
+    uses = [s for i, s in enumerate(flat.steps) if any(size(v) >= least for v in needs(schedule, i))]
+    large = lambda position: (
+        nbytes(schedule.grads[position].shape, flat.outs[position].aval.dtype) >= least  # type: ignore[union-attr]
+    )
+    makers = {
+        step: tail
+        for step, tail in making.find(flat, schedule.sinks.terms, large).items()
+        if step not in uses and step not in schedule.scans
+    }
+    schedule.makers = dict.fromkeys(makers) | making.postpone(flat, makers, uses)
 
 
 def _gathers(schedule: Schedule, options: Options, turn: int | None) -> None:

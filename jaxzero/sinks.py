@@ -60,7 +60,7 @@ def _follow(atom: Atom, position: int, layout: Layout, makers: Any, users: Any, 
                 sinks.constants.append((position, x.value))
             continue
         step = makers.get(x)
-        if step is not None and _is_zero(step, makers):
+        if step is not None and is_zero(step, makers):
             continue
         if step is not None and users[x] == 1:
             if step.name in _SUMS and all(_shape(i) == layout.shape for i in step.ins):
@@ -98,12 +98,12 @@ def _widens(step: Step) -> bool:
     return both and jnp.promote_types(old, new) == new
 
 
-def _is_zero(step: Step, makers: Any) -> bool:
+def is_zero(step: Step, makers: Mapping[Var, Step] | None = None) -> bool:
     """Whether a step makes zeros: the gradient of a parameter that the loss does not use."""
     if step.name != "broadcast_in_dim" or len(step.ins) != 1:
         return False
     x = step.ins[0]
     if isinstance(x, Var):
-        made = makers.get(x)
-        return made is not None and _is_zero(made, makers)
+        made = makers.get(x) if makers else None
+        return made is not None and is_zero(made, makers)
     return not np.any(np.asarray(x.value))
