@@ -8,10 +8,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from . import collectives, mesh
+from . import collectives, entry, mesh, partition
 from .layout import EvenSplit, Layout, even_split, is_split
 from .mesh import Axes, path_text
 from .options import Options
+from .partition import draws
 from .state import bare, leading, leaves_of, shape_dtype, wear
 
 P = PartitionSpec
@@ -20,37 +21,32 @@ P = PartitionSpec
 def born(options: Options, init_fn: Callable[..., Any], *args: Any) -> Any:
     """Parameters computed on the mesh as they rest: whole at stages 1 and 2, cut at stage 3.
 
-    Everything is one program whose results are placed from the start, so that the compiler computes
-    each device's part of a random draw alone and no device holds a whole leaf.
+    At stage 3 the traced `init_fn` is evaluated on shares, as an optimizer is, and random draws of a leaf's
+    shape are made share by share: no device holds a whole leaf, unless it is computed from one.
     """
     _outside(options, "init")
-    if mesh.is_traced(args):
-        return shard(options, init_fn(*args), "init")
     if options.stage < 3:
+        if mesh.is_traced(args):
+            return shard(options, init_fn(*args), "init")
         return jax.jit(init_fn, out_shardings=NamedSharding(options.mesh, P()))(*args)
     axes, _ = options.context("init")
-    cut = lambda *args: _cut(options, axes, init_fn(*args))
-    specs_ = _specs_at_rest(options, axes, jax.eval_shape(cut, *args))
-    placed = jax.tree.map(lambda spec: NamedSharding(options.mesh, spec), specs_)
-    return jax.jit(cut, out_shardings=placed)(*args)
+    arrays, tree = jax.tree.flatten(args)
+    avals = [jax.ShapeDtypeStruct(*shape_dtype(x)) for x in arrays]
+    program = partition.trace(lambda xs: init_fn(*jax.tree.unflatten(tree, xs)), avals)
+    leaves = leaves_of(program.out, axes.n, options.stacked)
+    layouts = [leaf.layout for leaf in leaves.leaves]
 
+    def body(arrays: Any, consts: Any) -> list[Any]:
+        born = draws.Born(layout for layout in layouts if layout is not None)
+        ctx = partition.Context(axes, options.bucket_bytes, None, born=born)
+        return entry.at_rest(ctx, ctx.settle(partition.run(ctx, program.jaxpr, consts, arrays), layouts))
 
-def _specs_at_rest(options: Options, axes: Axes, split: Any) -> Any:
-    leaves = leaves_of(split, axes.n, options.stacked)
-    stored = [P() if leaf.layout is None else leaf.layout.spec(axes.shard) for leaf in leaves.leaves]
-    worn = [wear(spec, leaf.layout) for spec, leaf in zip(stored, leaves.leaves, strict=True)]
-    return leaves.unflatten(worn)
-
-
-def _cut(options: Options, axes: Axes, params: Any) -> Any:
-    """Full parameters in their stored shapes."""
-    leaves = leaves_of(params, axes.n, options.stacked)
-    out = []
-    for leaf, x in zip(leaves.leaves, jax.tree.leaves(params, is_leaf=is_split), strict=True):
-        if leaf.layout is not None and not is_split(x):
-            x = wear(collectives.stored(jnp.asarray(x), leaf.layout), leaf.layout)
-        out.append(x)
-    return leaves.unflatten(out)
+    specs_ = [P() if layout is None else layout.spec(axes.shard) for layout in layouts]
+    run = mesh.region(options.mesh, axes, body, (P(), P()), specs_)
+    placed = mesh.place_all("init", options.mesh, None, arrays, P(), axes)
+    consts = mesh.place_all("init", options.mesh, None, program.consts, P(), axes)
+    stored = run(placed, consts) if mesh.is_traced(placed) else jax.jit(run)(placed, consts)
+    return leaves.unflatten([wear(x, layout) for x, layout in zip(stored, layouts, strict=True)])
 
 
 def shard(options: Options, params: Any, call: str = "shard") -> Any:

@@ -12,7 +12,7 @@ import numpy as np
 
 from .._compat import Literal, open_program
 from ..mesh import varying
-from . import contractions, control_flow, elementwise, indexing, reductions, structural
+from . import contractions, control_flow, draws, elementwise, indexing, reductions, structural
 from .bind import bind
 from .values import Context, Partial, Split, Spread, Value, Wait
 
@@ -89,7 +89,7 @@ def _round(ctx: Context, work: Any, aside: list[Any], waited: list[Any]) -> None
         ins = [scope.read(v) for v in eqn.invars]
         missing = any(x is _MISSING for x in ins)
         key = _CALLS.get(eqn.primitive.name)
-        if key and (missing or not _bound_as_it_is(ins)):
+        if key and (missing or ctx.born or not _bound_as_it_is(ins)):
             jaxpr, consts = open_program(eqn.params[key])
             inner = _Scope(zip(jaxpr.constvars, consts, strict=True))
             for v, atom, x in zip(jaxpr.invars, eqn.invars, ins, strict=True):
@@ -129,11 +129,13 @@ def _bound_as_it_is(ins: Sequence[Value]) -> bool:
 def _apply(ctx: Context, eqn: Any, ins: list[Value]) -> list[Value]:
     name = eqn.primitive.name
     divided = any(isinstance(x, (Split, Partial)) for x in ins)
-    if name in control_flow.RULES and not _bound_as_it_is(ins):
+    if name in control_flow.RULES and (ctx.born or not _bound_as_it_is(ins)):
         ctx.note(eqn, "loop")
         return control_flow.RULES[name](run, ctx, eqn, ins)
     if name in _IDENTITY:
         return list(ins)
+    if name == "random_bits" and ctx.born and (outs := draws.bits(ctx, eqn, ins)) is not None:
+        return outs
     if not divided:
         return _whole(ctx, eqn, ins)
     for rule, how in _candidates(ctx, eqn, name):

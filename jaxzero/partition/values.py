@@ -94,11 +94,19 @@ class Wait(Exception):
 class Context:
     """One evaluation on shares: the axes, the record, and what it has already computed."""
 
-    def __init__(self, axes: Axes, bucket_bytes: int | None, record: Any, times: int = 1) -> None:
+    def __init__(
+        self,
+        axes: Axes,
+        bucket_bytes: int | None,
+        record: Any,
+        times: int = 1,
+        born: Any = None,
+    ) -> None:
         self.axes = axes
         self.bucket_bytes = bucket_bytes
         self.record = record
         self.times = times
+        self.born = born  # which random draws are made share by share (`draws.Born`)
         self._index: Array | None = None
         self._masks: dict[tuple[int, int], Array] = {}
 
@@ -110,7 +118,7 @@ class Context:
     def child(self, *, times: int = 1, quiet: bool = False) -> "Context":
         """A context for an inner program: its own trace, so nothing computed is carried over."""
         record = None if quiet else self.record
-        return Context(self.axes, self.bucket_bytes, record, self.times * times)
+        return Context(self.axes, self.bucket_bytes, record, self.times * times, self.born)
 
     def note(self, eqn: Any, how: str) -> None:
         """Writes one line of the record, if there is one."""
