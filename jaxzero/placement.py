@@ -9,6 +9,9 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from . import collectives, mesh
+from ._compat import open_program
+from .drawn import Drawn
+from .flat_program import flatten
 from .layout import EvenSplit, Layout, even_split, is_split
 from .mesh import Axes, path_text
 from .options import Options
@@ -24,12 +27,14 @@ def born(options: Options, init_fn: Callable[..., Any], *args: Any) -> Any:
     each device's part of a random draw alone and no device holds a whole leaf.
     """
     _outside(options, "init")
-    if mesh.is_traced(args):
+    if options.stage < 3 and mesh.is_traced(args):
         return shard(options, init_fn(*args), "init")
     if options.stage < 3:
         return jax.jit(init_fn, out_shardings=NamedSharding(options.mesh, P()))(*args)
     axes, _ = options.context("init")
-    cut = lambda *args: _cut(options, axes, init_fn(*args))
+    cut = lambda *args: _cut(options, axes, init_fn(*args), _draws(init_fn, args))
+    if mesh.is_traced(args):
+        return shard(options, cut(*args), "init")
     specs_ = _specs_at_rest(options, axes, jax.eval_shape(cut, *args))
     placed = jax.tree.map(lambda spec: NamedSharding(options.mesh, spec), specs_)
     return jax.jit(cut, out_shardings=placed)(*args)
@@ -42,13 +47,23 @@ def _specs_at_rest(options: Options, axes: Axes, split: Any) -> Any:
     return leaves.unflatten(worn)
 
 
-def _cut(options: Options, axes: Axes, params: Any) -> Any:
+def _draws(init_fn: Callable[..., Any], args: Any) -> Callable[[int, Layout], Any]:
+    """By position, a parameter drawn at its stored shape; `None` where that cannot be."""
+    program = jax.make_jaxpr(init_fn)(*args)
+    flat = flatten(*open_program(program))
+    drawn = Drawn(flat, jax.tree.leaves(args))
+    return lambda position, layout: drawn.stored(flat.outs[position], layout)
+
+
+def _cut(options: Options, axes: Axes, params: Any, draws: Callable[[int, Layout], Any]) -> Any:
     """Full parameters in their stored shapes."""
     leaves = leaves_of(params, axes.n, options.stacked)
     out = []
-    for leaf, x in zip(leaves.leaves, jax.tree.leaves(params, is_leaf=is_split), strict=True):
+    for i, (leaf, x) in enumerate(zip(leaves.leaves, jax.tree.leaves(params, is_leaf=is_split), strict=True)):
         if leaf.layout is not None and not is_split(x):
-            x = wear(collectives.stored(jnp.asarray(x), leaf.layout), leaf.layout)
+            x = jnp.asarray(x)
+            stored = draws(i, leaf.layout)
+            x = wear(collectives.stored(x, leaf.layout) if stored is None else stored.astype(x.dtype), leaf.layout)
         out.append(x)
     return leaves.unflatten(out)
 
