@@ -505,7 +505,7 @@ INITIALIZERS = {
 }
 
 
-@pytest.mark.parametrize("partitionable", [True, False])
+@pytest.mark.parametrize("partitionable", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_init_draws_what_is_drawn_without_it(partitionable):
     """Whatever makes a leaf: draws at another shape where that is the same, whole ones elsewhere."""
     zero, key = models.make_zero("8"), jax.random.key(1)
