@@ -13,7 +13,7 @@ import stage3_models as models
 from jax import lax
 from test_mutations import clear, mutated, no_reduction, rotated, scaled
 
-from jaxzero import gather_on_use, schedule, sinks
+from jaxzero import schedule, sinks
 from jaxzero.gather_on_use import _Evaluation
 from jaxzero.synchronise import Mean
 from jaxzero.views import View
@@ -315,4 +315,3 @@ def test_a_stack_that_is_scanned_backwards_shows(monkeypatch):
     compare_forward("8", "default")
     with patched(monkeypatch, _Evaluation, "_scan", backwards), pytest.raises(AssertionError):
         compare_forward("8", "default")
-    assert gather_on_use.evaluate is not None

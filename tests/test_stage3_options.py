@@ -481,6 +481,42 @@ def test_init_never_holds_a_leaf_whole(mesh8):
     assert memory.output_size_in_bytes <= 1.01 * total / 8 + 1024
 
 
+INITIALIZERS = {
+    "normal": lambda key: 0.02 * jax.random.normal(key, (13, 5)),
+    "uniform": lambda key: jax.random.uniform(key, (13, 5), minval=-1, maxval=3),
+    "truncated": lambda key: jax.random.truncated_normal(key, -2, 2, (5, 13)) / 3,
+    "glorot": lambda key: jax.nn.initializers.glorot_normal()(key, (3, 3, 3, 5)),
+    "lecun": lambda key: jax.nn.initializers.lecun_uniform()(key, (13, 5), jnp.bfloat16),
+    "orthogonal": lambda key: jax.nn.initializers.orthogonal()(key, (13, 5)),
+    "gumbel": lambda key: jax.random.gumbel(key, (67,)),
+    "bernoulli": lambda key: jnp.where(jax.random.bernoulli(key, 0.3, (13, 5)), 1.0, -1.0),
+    "reshaped": lambda key: jax.random.normal(key, (65,)).reshape(5, 13) + jax.random.normal(key, (5, 13)),
+    "transposed": lambda key: jax.random.normal(key, (5, 13)).T,
+    "rows": lambda key: jax.random.normal(key, (13, 5)) * jnp.arange(5.0) + jnp.arange(13.0)[:, None],
+    "constant": lambda key: jnp.full((13, 5), 2.0),
+    "numpy": lambda key: jnp.asarray(np.arange(65.0, dtype=np.float32).reshape(13, 5)),
+    "vmapped": lambda key: jax.vmap(lambda k: jax.random.normal(k, (5,)))(jax.random.split(key, 13)),
+    "looped": lambda key: lax.fori_loop(0, 3, lambda i, x: x + jax.random.normal(key, (13, 5)), jnp.zeros((13, 5))),
+    "another key": lambda key: (
+        jax.random.normal(jax.random.key(3, impl="rbg"), (13, 5)) + jax.random.normal(key, (13, 5))
+    ),
+    "old key": lambda key: jax.random.normal(jax.random.PRNGKey(5), (13, 5)),
+    "normalized": lambda key: (lambda x: x / jnp.linalg.norm(x))(jax.random.normal(key, (13, 5))),
+}
+
+
+@pytest.mark.parametrize("partitionable", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_init_draws_what_is_drawn_without_it(partitionable):
+    """Whatever makes a leaf: draws at another shape where that is the same, whole ones elsewhere."""
+    zero, key = models.make_zero("8"), jax.random.key(1)
+    make = lambda key: {name: f(jax.random.fold_in(key, i)) for i, (name, f) in enumerate(INITIALIZERS.items())}
+    with jax.threefry_partitionable(partitionable):
+        want, got = jax.jit(make)(key), zero.init(make, key)
+    assert all(is_split(x) for x in got.values())
+    assert {k: x.dtype for k, x in got.items()} == {k: x.dtype for k, x in want.items()}
+    helpers.close(models.whole(got), want, 1e-6)
+
+
 @pytest.mark.parametrize("mesh", ["1", "3", "8", "MiCS"])
 def test_init_gives_what_shard_gives(mesh):
     small = lambda key: {
