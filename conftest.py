@@ -13,11 +13,26 @@ import pytest
 jax.config.update("jax_num_cpu_devices", 8)
 
 
+_CELLS = pytest.StashKey[dict[str, int]]()
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add `--sample N`: a short run that still enters every file."""
     parser.addoption(
         "--sample", type=int, default=1, metavar="N", help="run each file's first test and every N-th after it"
     )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Of the cells of a test marked `grid(n)` make all but every n-th slow."""
+    marker = item.get_closest_marker("grid")
+    if marker is None:
+        return
+    counts = item.config.stash.setdefault(_CELLS, {})
+    cell = counts[item.nodeid.split("[")[0]] = counts.get(item.nodeid.split("[")[0], -1) + 1
+    if cell % marker.args[0]:
+        item.add_marker(pytest.mark.slow)
 
 
 @pytest.hookimpl(trylast=True)

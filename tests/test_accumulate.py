@@ -13,6 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 import jaxzero
 
+pytestmark = pytest.mark.grid(3)
+
 SETTINGS = {
     "stage 1, 8": ((8,), dict(stage=1), {}),
     "stage 2, 8": ((8,), dict(stage=2), {}),

@@ -10,6 +10,8 @@ import pytest
 import traffic
 from formulas import GATHER, REDUCE, SCATTER
 
+pytestmark = pytest.mark.grid(2)
+
 M, N, P, R, K, S = 3e9, 64, 16, 4, 8, 5
 
 #: Bytes per device and step as the papers' table has them: all-gather, reduce-scatter, all-reduce.

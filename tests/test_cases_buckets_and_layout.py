@@ -16,6 +16,8 @@ from jax.sharding import PartitionSpec as P
 import jaxzero
 from jaxzero.layout import Layout, even_split
 
+pytestmark = pytest.mark.grid(2)
+
 SETTINGS = list(checks.SETTINGS)
 
 

@@ -12,6 +12,8 @@ from jax.sharding import PartitionSpec as P
 
 import jaxzero
 
+pytestmark = pytest.mark.grid(2)
+
 SETTINGS = list(checks.SETTINGS)
 
 

@@ -13,6 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 import jaxzero
 
+pytestmark = pytest.mark.grid(3)
+
 GROUP = ("replica", "shard")
 NODES = ("node", "local")
 MIXED = ("replica", "node", "local")

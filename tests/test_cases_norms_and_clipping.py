@@ -12,6 +12,8 @@ import pytest
 
 import jaxzero
 
+pytestmark = pytest.mark.grid(2)
+
 SETTINGS = list(checks.SETTINGS)
 BATCHES = checks.quadratic_batches()
 

@@ -25,6 +25,8 @@ from jaxzero import collectives, hops
 from jaxzero.layout import Layout, even_split
 from jaxzero.mesh import Axes
 
+pytestmark = pytest.mark.grid(3)
+
 NODES = ("node", "local")
 MESHES = {
     "2x4": ((2, 4), NODES),

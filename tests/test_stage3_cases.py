@@ -17,6 +17,8 @@ from jax.sharding import PartitionSpec as P
 import jaxzero
 from jaxzero import EvenSplit
 
+pytestmark = pytest.mark.grid(3)
+
 normal = models.normal
 GLOBAL_WAYS = checks.WAYS[:2]
 SGD_FIRST = [optax.sgd(1.0), optax.adamw(1e-2, weight_decay=0.1)]  # Adam hides a constant factor

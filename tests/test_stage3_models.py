@@ -14,6 +14,8 @@ from jax.sharding import PartitionSpec as P
 
 import jaxzero
 
+pytestmark = pytest.mark.grid(2)
+
 CASES, MESHES, OPTIONS = list(models.CASES), list(models.MESHES), list(models.OPTIONS)
 
 #: For every case one mesh and one way to plan, in turn; the rest of the grid is marked slow. Two are in float64 only.

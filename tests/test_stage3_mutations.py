@@ -18,6 +18,8 @@ from jaxzero.gather_on_use import _Evaluation
 from jaxzero.synchronise import Mean
 from jaxzero.views import View
 
+pytestmark = pytest.mark.grid(3)
+
 OPTIONS = ["default", "alone"]
 
 

@@ -18,6 +18,8 @@ from jax.sharding import PartitionSpec as P
 
 import jaxzero
 
+pytestmark = pytest.mark.grid(3)
+
 normal = models.normal
 FIX = "fix"
 FREE = dict(prefetch=0, persist_bytes=0, chunk_bytes=None)
