@@ -82,6 +82,12 @@ def mics_hierarchical(M: float, p: int, r: int, k: int, s: int = 1, stage: int =
     ]
 
 
+def hpz(M: float, p: int, r: int, k: int, s: int = 1) -> list[Sent]:
+    """Stage 3 in hops whose backward pass gathers inside the node only (ZeRO++)."""
+    rows = mics_hierarchical(M, p, r, k, s)
+    return [Sent("node", GATHER, s * M * (p // k - 1) / p, "sM(e-1)/p"), *rows[1:]]
+
+
 def into_a_node(M: float, p: int, k: int, hierarchical: bool) -> float:
     """Bytes that enter one node in one gather: one ring through it, or one channel per device of it."""
     return (p - k) * M / p if hierarchical else (p - 1) * M / p

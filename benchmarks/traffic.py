@@ -3,8 +3,9 @@
     python benchmarks/traffic.py
 
 Compiles one training step of a scan over layers on 8 CPU devices for each schedule (data parallel, ZeRO-1, 2 and 3,
-MiCS with groups of 4, and with groups of 2 x 2 that gather in hops) and reads its collectives. Rows whose count is
-more than 1 % off the formula are marked, and the exit status is 1. Nothing is executed.
+MiCS with groups of 4, and with groups of 2 x 2 that gather in hops or with hpZ, with one and two micro-steps) and
+reads its collectives. Rows whose count is more than 1 % off the formula are marked, and the exit status is 1. Nothing
+is executed.
 """
 
 import os
@@ -88,6 +89,10 @@ def schedules() -> list[Schedule]:
     out.append(Schedule(f"MiCS, stage 3, s = {S}", GROUPS, dict(stage=3, **group), in_group, sent, S))
     sent = formulas.mics_hierarchical(M, N // 2, 2, K, S)
     out.append(Schedule(f"MiCS in hops, 3, s = {S}", NODES, dict(stage=3, **nodes), in_hops, sent, S))
+    again = dict(stage=3, regather="local", **nodes)
+    for s in (1, S):
+        name = "MiCS, hpZ" + ("" if s == 1 else f", s = {s}")
+        out.append(Schedule(name, NODES, again, in_hops, formulas.hpz(M, N // 2, 2, K, s), s))
     return out
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from .hops import Hops, gather, scatter
+from .hops import Hops, far, gather, near, scatter
 from .layout import Layout
 
 Array = jax.Array
@@ -24,6 +24,8 @@ Array = jax.Array
 
 #: Leaves in a bucket in any case, and into how many buckets more leaves than that are dealt at most.
 MEMBERS, MORE = 256, 8
+#: Bytes of a bucket that holds everything.
+NO_LIMIT = 2**62
 
 
 def buckets(nbytes: Sequence[int], kinds: Sequence[Any], limit: int | None) -> list[list[int]]:
@@ -216,6 +218,38 @@ def all_gather(
         alone=lambda x, layout: logical(gather(x, hops, layout.lead), layout),
         block=lambda x, layout: x.reshape(1, -1),
         together=lambda x: gather(x, hops, 0),
+        unblock=_unblocks,
+    )
+
+
+def gather_far(shares: Sequence[Array], layouts: Sequence[Layout], hops: Hops) -> list[Array]:
+    """Shares -> secondary shares, in one collective per hop but the last.
+
+    A secondary share is `1/k` of the whole: all that the `k` devices of a node need of other nodes.
+    """
+    row = lambda x, layout: x.reshape(1, -1)
+    return _joined(
+        shares,
+        layouts,
+        None,
+        NO_LIMIT,
+        alone=lambda x, layout: far(row(x, layout), hops, 0),
+        block=row,
+        together=lambda x: far(x, hops, 0),
+        unblock=lambda x, layout: x,
+    )
+
+
+def gather_near(secondary: Sequence[Array], layouts: Sequence[Layout], hops: Hops) -> list[Array]:
+    """The whole logical arrays from secondary shares, in one collective inside the node."""
+    return _joined(
+        secondary,
+        layouts,
+        None,
+        NO_LIMIT,
+        alone=lambda x, layout: _unblocks(near(x, hops, 0), layout),
+        block=lambda x, layout: x,
+        together=lambda x: near(x, hops, 0),
         unblock=_unblocks,
     )
 

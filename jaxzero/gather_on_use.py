@@ -17,11 +17,10 @@ from ._compat import scan_parts
 from .flat_program import Known, Step, Var
 from .mesh import cast
 from .partition.bind import bind
-from .schedule import Scan, Schedule, Slot, Unit
+from .schedule import Scan, Schedule
+from .slots import Slot, Unit
 from .state import is_key
 from .synchronise import Mean
-
-_ALL_TOGETHER = 2**62
 
 
 def evaluate(schedule: Schedule, args: Sequence[Any], mean: Mean, typed: bool) -> tuple[list[Any], dict[int, Any]]:
@@ -37,12 +36,19 @@ def evaluate(schedule: Schedule, args: Sequence[Any], mean: Mean, typed: bool) -
       The results (`None` for gradients and views), and the gradients: sums over the shard axis of this
       device's share, by position; a gradient that is zero is missing.
     """
-    return _Evaluation(schedule, args, mean, typed).run()
+    return _Evaluation(schedule, args, mean, typed, {}).run()
 
 
 class _Evaluation:
-    def __init__(self, schedule: Schedule, args: Sequence[Any], mean: Mean, typed: bool) -> None:
+    def __init__(
+        self, schedule: Schedule, args: Sequence[Any], mean: Mean, typed: bool, secondary: dict[Unit, Any]
+    ) -> None:
         self.plan, self.mean, self.axes, self.typed = schedule, mean, mean.axes, typed
+        self.local_again = mean.options.regather == "local" and len(mean.axes.hops) > 1
+        # What the backward pass gathers from inside its node: of one layer, and of all layers of a scan.
+        self.secondary = {u: x for u, x in secondary.items() if x.ndim == len(self.axes.hops) + 1}
+        self.stacked = {u: x for u, x in secondary.items() if u not in self.secondary}
+        self.near: set[Slot] = set()
         values = [self._type(x) for x in args]
         self.env: dict[Var, Any] = dict(zip(schedule.flat.inputs, values, strict=True))
         self.tied: dict[Slot, list[Any]] = {}
@@ -120,14 +126,15 @@ class _Evaluation:
         return out, later
 
     def _shares(self, slot: Slot) -> list[Any]:
+        if slot.late and all(u in self.secondary for u in slot.units):
+            self.near.add(slot)
+            return [self.secondary[u] for u in slot.units]
         return [lax.convert_element_type(self.env[u.source], u.dtype) for u in slot.units]
 
     def _gathered(self, number: int, unit: Unit) -> Any:
         slot = self.plan.uses[number][unit]
         if slot not in self.whole:
-            layouts = [self.plan.layouts[u.source] for u in slot.units]
-            shares = self.tied.pop(slot, None) or self._shares(slot)
-            done = collectives.all_gather(shares, layouts, self.axes.hops, bucket_bytes=_ALL_TOGETHER)
+            done = self._gather(slot, self.tied.pop(slot, []) or self._shares(slot))
             if slot.large:
                 self.whole = {s: w for s, w in self.whole.items() if not s.large or s.keep}
             done = [self._type(x) for x in done]
@@ -136,6 +143,15 @@ class _Evaluation:
                 done = lax.optimization_barrier(done)
             self.whole[slot] = dict(zip(slot.units, done, strict=True))
         return self.whole[slot][unit]
+
+    def _gather(self, slot: Slot, shares: list[Any]) -> list[Any]:
+        layouts, hops = [self.plan.layouts[u.source] for u in slot.units], self.axes.hops
+        if not self.local_again:
+            return collectives.all_gather(shares, layouts, hops, bucket_bytes=collectives.NO_LIMIT)
+        if slot not in self.near:
+            shares = [self._type(x) for x in collectives.gather_far(shares, layouts, hops)]
+            self.secondary.update(zip(slot.units, shares, strict=True))
+        return collectives.gather_near(shares, layouts, hops)
 
     def _with_views(self, number: int, step: Step, ins: list[Any]) -> list[Any]:
         if step.eqn is None:
@@ -173,24 +189,40 @@ class _Evaluation:
         # From a zero that waits too: else room for all gradients would be taken long before they are made.
         stores = {i: jnp.full((params["length"], *shape), zero, dtype) for i, (shape, dtype) in self._sunk(scan)}
 
+        given = self._given(scan)
+        made: list[Unit] = []
+
         def body(carries: Any, xs: Any) -> Any:
-            (c, stores), (number, x) = carries, xs
-            outs, grads = evaluate(scan.body, [*consts, *c, *x], self.mean, self.typed)
+            (c, stores), (number, x, near) = carries, xs
+            inner = dict(zip(given, near, strict=True))
+            evaluation = _Evaluation(scan.body, [*consts, *c, *x], self.mean, self.typed, inner)
+            outs, grads = evaluation.run()
+            left = evaluation.secondary | evaluation.stacked
+            made[:] = [u for u in left if u.source in scan.outer and u not in given]
             kept = [y for i, y in enumerate(outs[count:], count) if i not in scan.body.lazy and i not in stores]
             # Together, so that no whole gradient waits for the next turn: XLA would pipeline its reduction.
             out, grads = _barrier([jnp.asarray(y) for y in outs[:count]], grads)
             put = lambda i: lax.dynamic_update_index_in_dim(stores[i], grads[i], number, 0)
-            return (out, {i: put(i) if i in grads else stores[i] for i in stores}), kept
+            far = [left[u] for u in made]
+            return (out, {i: put(i) if i in grads else stores[i] for i in stores}), (kept, far)
 
         keywords = {k: params[k] for k in ("reverse", "unroll", "length")}
         numbers = self._type(jnp.arange(params["length"]))
-        (carry, stores), ys = lax.scan(body, (carry, stores), (numbers, xs), **keywords)
+        scanned = (numbers, xs, list(given.values()))
+        (carry, stores), (ys, far) = lax.scan(body, (carry, stores), scanned, **keywords)
+        self.stacked.update((Unit(scan.outer[u.source], u.dtype), x) for u, x in zip(made, far, strict=True))
         rest = iter(ys)
         skipped = scan.body.lazy | stores.keys()
         stacked = [None if i in skipped else next(rest) for i in range(count, len(step.outs))]
         for i, position in scan.sunk.items():
             self._add(position, stores[i])
         return [*carry, *stacked]
+
+    def _given(self, scan: Scan) -> dict[Unit, Any]:
+        """What the forward scan left of the parameters that the body of a backward one gathers, by unit of the body."""
+        late = [u for slot in scan.body.slots if slot.late for u in slot.units if u.source in scan.outer]
+        known = {u: Unit(scan.outer[u.source], u.dtype) for u in late}
+        return {u: self.stacked[outer] for u, outer in known.items() if outer in self.stacked}
 
     def _sunk(self, scan: Scan) -> Iterator[tuple[int, Any]]:
         """Numbers of the stacked results of a scan that are gradients; shape and dtype of one layer's share."""
@@ -227,7 +259,7 @@ class _Evaluation:
     def _reduce(self, positions: Sequence[int], values: Sequence[Any]) -> None:
         sent = [self.mean.send(x) for x in values]
         layouts = [self.plan.grads[p] for p in positions]
-        done = collectives.reduce_scatter(sent, layouts, self.axes.hops, bucket_bytes=_ALL_TOGETHER)
+        done = collectives.reduce_scatter(sent, layouts, self.axes.hops, bucket_bytes=collectives.NO_LIMIT)
         for position, x in zip(positions, done, strict=True):
             self._add(position, x)
         self.flying.append(positions[0])

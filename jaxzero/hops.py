@@ -22,10 +22,21 @@ Hops = Sequence[str | tuple[str, ...]]
 
 def gather(x: Array, hops: Hops, axis: int) -> Array:
     """All shares joined along `axis` in order of device number, typed as equal on all devices."""
-    before, after = x.shape[:axis], x.shape[axis + 1 :]
+    return near(far(x, hops, axis), hops, axis)
+
+
+def far(x: Array, hops: Hops, axis: int) -> Array:
+    """All hops but the last: what this device holds of the whole once nothing has to cross nodes any more."""
+    for i, hop in enumerate(hops[:-1]):
+        x = lax.all_gather(x, hop, axis=axis + i, to="invarying")
+    return x
+
+
+def near(x: Array, hops: Hops, axis: int) -> Array:
+    """The last hop: from the result of `far` to the whole."""
     last = len(hops) - 1
-    for i, hop in enumerate(hops):
-        x = lax.all_gather(x, hop, axis=axis + i, tiled=i == last, to="invarying")
+    before, after = x.shape[:axis], x.shape[axis + last + 1 :]
+    x = lax.all_gather(x, hops[-1], axis=axis + last, tiled=True, to="invarying")
     return x.reshape(*before, math.prod(x.shape[axis : axis + len(hops)]), *after)
 
 

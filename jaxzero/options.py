@@ -38,6 +38,7 @@ class Options:
     prefetch: int = PREFETCH
     persist_bytes: int = PERSIST_BYTES
     chunk_bytes: int | None = CHUNK_BYTES
+    regather: str | None = None
     unused: str = "zero"
     observed: Any = None
 
@@ -73,6 +74,7 @@ class Options:
         _check_count("persist_bytes", self.persist_bytes, 0, "bytes. Fix: persist_bytes=0 keeps nothing whole.")
         if self.chunk_bytes is not None:
             _check_count("chunk_bytes", self.chunk_bytes, 1, "bytes, or None. Fix: chunk_bytes=None for no chunks.")
+        self._check_regather()
         if self.unused not in UNUSED:
             raise ValueError(
                 f"Zero: unused={self.unused!r}. Expected one of {UNUSED}. Fix: 'zero' gives unused parameters a zero "
@@ -105,6 +107,24 @@ class Options:
             meshes.check_hops(jax.sharding.get_abstract_mesh(), self.shard_axes, self.hierarchical)
         axes = meshes.resolve(call, self.mesh, self.shard_axes, self.replica_axes, manual)
         return dataclasses.replace(axes, hierarchical=self.hierarchical is not False), manual
+
+    def _check_regather(self) -> None:
+        if self.regather not in (None, "local"):
+            raise ValueError(
+                f"Zero: regather={self.regather!r}. Expected None or 'local'. Fix: regather='local' keeps a share of "
+                "each node for the backward pass."
+            )
+        if self.regather and self.stage != 3:
+            raise ValueError(
+                f"Zero: regather={self.regather!r} with stage={self.stage}. Expected stage=3, where the backward pass "
+                "gathers parameters again. Fix: drop regather."
+            )
+        if self.regather and (len(self.shard_axes) < 2 or self.hierarchical is False):
+            raise ValueError(
+                f"Zero: regather={self.regather!r} with shard_axis={self.shard_axis!r} and hierarchical="
+                f"{self.hierarchical!r}. Expected a tuple of shard axes, gathered hop by hop: the last one is inside a "
+                "node. Fix: shard_axis=('node', 'local'), or drop regather."
+            )
 
     def needs_observed(self, call: str) -> None:
         """Refuses options that say what to do with unused parameters before anybody looked for them."""

@@ -1,10 +1,7 @@
 """When to gather what: the plan of one flat program, made before anything is computed.
 
-The program is walked once. Every step that mixes a parameter with data is a *use*. A use of a large
-parameter gathers it; inside one `jax.checkpoint` it is gathered once, and so are two uses with no other
-large gather between them. Small parameters travel together, in chunks in the order of first use, and stay
-for the forward or the backward pass (`chunk_bytes`) or for both (`persist_bytes`). Each gather waits for
-the data of the use `prefetch` large gathers before it: that bounds how much is whole at any time.
+The program is walked once. Every step that mixes a parameter with data is a *use*; which gather serves it
+is decided in `slots`, where its gradient is reduced in `sinks`, what a view of it is in `views`.
 """
 
 import dataclasses
@@ -22,34 +19,8 @@ from .flat_program import Atom, Flat, Step, Var, flatten, nbytes
 from .layout import Layout
 from .options import Options
 from .sinks import Sinks
+from .slots import Slot, Unit, gathers
 from .views import View
-
-
-@dataclasses.dataclass(frozen=True)
-class Unit:
-    """A parameter in the dtype in which it travels."""
-
-    source: Var
-    dtype: Any
-
-
-@dataclasses.dataclass(eq=False)
-class Slot:
-    """One gather: what it brings, and the step before which it happens.
-
-    Attributes:
-      units: What it brings; several for a chunk.
-      step: The number of the step.
-      large: Whether it counts for `prefetch`.
-      tied: The number of the step whose data it waits for; `None`: it is free to run at once.
-      keep: Whether what it brings is used again after another large gather.
-    """
-
-    units: list[Unit]
-    step: int
-    large: bool
-    tied: int | None = None
-    keep: bool = False
 
 
 @dataclasses.dataclass(eq=False)
@@ -60,11 +31,13 @@ class Scan:
       body: The plan of its body.
       sliced: Number of an operand -> the input whose shares are scanned in its place.
       sunk: Number of a stacked result -> position of the gradient.
+      outer: Input of the body that holds a share of one layer -> the input that holds those of all.
     """
 
     body: "Schedule"
     sliced: dict[int, Var]
     sunk: dict[int, int]
+    outer: dict[Var, Var]
 
 
 @dataclasses.dataclass(eq=False)
@@ -120,6 +93,7 @@ def plan(
     options: Options,
     turn: int | None = None,
     stacked: int | None = None,
+    late: bool = False,
 ) -> Schedule:
     """Plans a program.
 
@@ -131,6 +105,7 @@ def plan(
       options: `prefetch`, `persist_bytes`, `chunk_bytes`.
       turn: The position of the result that ends the forward pass.
       stacked: Of a scan's body: from which position on results are stacked.
+      late: Of a scan's body: whether the scan belongs to the backward pass.
 
     Returns:
       The plan.
@@ -139,7 +114,8 @@ def plan(
     schedule = Schedule(flat, layouts, dict(given), found, grads, {}, {}, {}, [], {}, set(), options.prefetch)
     for v in layouts:
         schedule.views.setdefault(v, View(v))
-    for step in flat.steps:
+    end = -1 if late else _turn(flat, turn)
+    for number, step in enumerate(flat.steps):
         if step in found.skipped:
             continue
         if step.eqn is None:
@@ -147,16 +123,18 @@ def plan(
                 (o, schedule.views[i]) for i, o in zip(step.ins, step.outs, strict=True) if i in schedule.views
             )
         elif step.name == "scan":
-            _scan(schedule, step, options)
+            _scan(schedule, step, options, number > end)
         else:
             through = viewing.view_through(step, schedule.views)
             if through is not None:
                 schedule.views.update(zip(step.outs, through, strict=True))
-    late = range(len(flat.outs) if stacked is None else stacked, len(flat.outs))
-    schedule.lazy = {i for i in late if i not in grads and flat.outs[i] in schedule.views}
+    behind = range(len(flat.outs) if stacked is None else stacked, len(flat.outs))
+    schedule.lazy = {i for i in behind if i not in grads and flat.outs[i] in schedule.views}
     _late_gradients(schedule, options)
-    _gathers(schedule, options, turn)
-    _ties(schedule.slots, options.prefetch)
+    uses = [(i, schedule.unit(view)) for i in range(len(flat.steps) + 1) for view in needs(schedule, i)]
+    size = {u: nbytes(schedule.layouts[u.source].shape, u.dtype) for _, u in uses}
+    regions = [step.region for step in flat.steps] + [None]
+    schedule.slots, schedule.uses = gathers(uses, size, regions, end, options)
     _reductions(schedule, options)
     return schedule
 
@@ -177,7 +155,14 @@ def needs(schedule: Schedule, number: int) -> list[View]:
     return [schedule.views[x] for i, x in enumerate(step.ins) if x in schedule.views and i not in sliced]
 
 
-def _scan(schedule: Schedule, step: Step, options: Options) -> None:
+def _turn(flat: Flat, turn: int | None) -> int:
+    """The number of the last step of the forward pass."""
+    if turn is None:
+        return len(flat.steps)
+    return next((i for i, s in enumerate(flat.steps) if flat.outs[turn] in s.outs), -1)
+
+
+def _scan(schedule: Schedule, step: Step, options: Options, late: bool) -> None:
     """Plans a scan: stacked leaves are scanned share by share, views that it stacks stay views."""
     body = flatten(*open_program(step.eqn.params["jaxpr"]))
     _, carry, xs = scan_parts(step.eqn, list(step.ins))
@@ -200,11 +185,11 @@ def _scan(schedule: Schedule, step: Step, options: Options) -> None:
         return
     grads = {number: schedule.grads[position].per_layer() for number, position in sunk.items()}
     body.inputs = [given[x].source if x in given else x for x in body.inputs]
-    inside = plan(body, layouts, given, grads, options, stacked=len(carry))
+    inside = plan(body, layouts, given, grads, options, stacked=len(carry), late=late)
     for number in inside.lazy:
         view = inside.views[body.outs[number]]  # type: ignore[index]
         schedule.views[step.outs[number]] = view.stacked(outer[view.source])
-    schedule.scans[step] = Scan(inside, sliced, sunk)
+    schedule.scans[step] = Scan(inside, sliced, sunk, outer)
 
 
 def _late_gradients(schedule: Schedule, options: Options) -> None:
@@ -221,69 +206,6 @@ def _late_gradients(schedule: Schedule, options: Options) -> None:
         if step not in uses and step not in schedule.scans
     }
     schedule.makers = dict.fromkeys(makers) | making.postpone(flat, makers, uses)
-
-
-def _gathers(schedule: Schedule, options: Options, turn: int | None) -> None:
-    """Decides which gather serves each use."""
-    flat = schedule.flat
-    end = len(flat.steps)
-    if turn is not None:
-        loss = flat.outs[turn]
-        end = next((i for i, s in enumerate(flat.steps) if loss in s.outs), -1)
-    uses = [(i, schedule.unit(view)) for i in range(len(flat.steps) + 1) for view in needs(schedule, i)]
-    size = {u: nbytes(schedule.layouts[u.source].shape, u.dtype) for _, u in uses}
-    limit = options.chunk_bytes or 0
-    small = {u for u in size if size[u] <= options.persist_bytes or size[u] < limit}
-
-    def span(i: int, u: Unit) -> Any:
-        """For how long a small parameter stays."""
-        return "always" if size[u] <= options.persist_bytes else i > end
-
-    chunks: dict[Any, list[Unit]] = {}
-    member: dict[Any, list[Unit]] = {}
-    for i, u in uses:
-        key = (u, span(i, u))
-        if u not in small or key in member:
-            continue
-        kind = (span(i, u), u.dtype)
-        chunk = chunks.get(kind)
-        if chunk is None or not limit or sum(size[x] for x in chunk) + size[u] > limit:
-            chunk = chunks[kind] = []
-        chunk.append(u)
-        member[key] = chunk
-    there: dict[Any, Slot] = {}
-    recent: Slot | None = None
-    for i, u in uses:
-        region = flat.steps[i].region if i < len(flat.steps) else None
-        if u in small:
-            units = member[u, span(i, u)]
-            slot = there.get(id(units))
-            if slot is None:
-                slot = there[id(units)] = Slot(units, i, False)
-                schedule.slots.append(slot)
-        else:
-            slot = there.get((region, u)) if region is not None else None
-            if slot is None and recent is not None and recent.units[0] == u:
-                slot = recent
-            if slot is None:
-                slot = Slot([u], i, True, keep=region is not None)
-                schedule.slots.append(slot)
-                if region is not None:
-                    there[region, u] = slot
-            recent = slot
-        schedule.uses.setdefault(i, {})[u] = slot
-
-
-def _ties(slots: list[Slot], prefetch: int) -> None:
-    """Each gather waits for the data of the use `prefetch` large gathers before it."""
-    large = [s for s in slots if s.large]
-    before = 0
-    for slot in slots:
-        if prefetch == 0:
-            slot.tied = slot.step
-        elif before >= prefetch:
-            slot.tied = large[before - prefetch].step
-        before += slot.large
 
 
 def _reductions(schedule: Schedule, options: Options) -> None:

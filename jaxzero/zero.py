@@ -46,6 +46,9 @@ class Zero(LossMethods):
         of the backward pass.
       chunk_bytes: Stage 3: smaller parameters, in order of first use, travel together in gathers and
         reduce-scatters of about this many bytes; `None`: every one alone.
+      regather: Stage 3 with `shard_axis=("node", "local")`: ``"local"`` keeps of each large parameter the `1/k` that
+        a device fetched from other nodes (`k` devices in a node) until the backward pass, which then gathers inside
+        the node only (hpZ of ZeRO++). Costs `M/k` bytes per device, saves half of what crosses nodes.
       unused: What becomes of parameters that the observed loss does not use: ``"zero"`` gives them a zero
         gradient, as JAX does (decay and momentum go on); ``"skip"`` leaves them and their state untouched;
         ``"error"`` makes `observe` refuse them by name.

@@ -13,7 +13,7 @@ import stage3_models as models
 from jax import lax
 from test_mutations import clear, mutated, no_reduction, rotated, scaled
 
-from jaxzero import schedule, sinks
+from jaxzero import sinks, slots
 from jaxzero.gather_on_use import _Evaluation
 from jaxzero.synchronise import Mean
 from jaxzero.views import View
@@ -208,9 +208,9 @@ def other_unit(f):
 
         def other(unit):
             alike = [v for v in layouts if layouts[v] == layouts[unit.source]]
-            return schedule.Unit(alike[alike.index(unit.source) - 1], unit.dtype)
+            return slots.Unit(alike[alike.index(unit.source) - 1], unit.dtype)
 
-        return f(self, schedule.Slot([other(u) for u in slot.units], slot.step, slot.large))
+        return f(self, slots.Slot([other(u) for u in slot.units], slot.step, slot.large, slot.late))
 
     return wrong
 

@@ -1,0 +1,120 @@
+"""Which gather serves which use of a parameter, and what each gather waits for.
+
+A use of a large parameter gathers it; inside one `jax.checkpoint` it is gathered once, and so are two uses
+with no other large gather between them. Small parameters travel together, in chunks in the order of first
+use, and stay for the forward or the backward pass (`chunk_bytes`) or for both (`persist_bytes`). Each gather
+waits for the data of the use `prefetch` large gathers before it: that bounds how much is whole at any time.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from .flat_program import Var
+from .options import Options
+
+
+@dataclasses.dataclass(frozen=True)
+class Unit:
+    """A parameter in the dtype in which it travels."""
+
+    source: Var
+    dtype: Any
+
+
+@dataclasses.dataclass(eq=False)
+class Slot:
+    """One gather: what it brings, and the step before which it happens.
+
+    Attributes:
+      units: What it brings; several for a chunk.
+      step: The number of the step.
+      large: Whether it counts for `prefetch`.
+      tied: The number of the step whose data it waits for; `None`: it is free to run at once.
+      late: Whether it belongs to the backward pass.
+      keep: Whether what it brings is used again after another large gather.
+    """
+
+    units: list[Unit]
+    step: int
+    large: bool
+    late: bool
+    tied: int | None = None
+    keep: bool = False
+
+
+def gathers(
+    uses: Sequence[tuple[int, Unit]],
+    size: Mapping[Unit, int],
+    regions: Sequence[int | None],
+    end: int,
+    options: Options,
+) -> tuple[list[Slot], dict[int, dict[Unit, Slot]]]:
+    """Decides which gather serves each use.
+
+    Args:
+      uses: Step numbers in order, each with what is used.
+      size: Bytes of each unit, whole.
+      regions: The `jax.checkpoint` that each step stands in.
+      end: The last step of the forward pass.
+      options: `prefetch`, `persist_bytes`, `chunk_bytes`.
+
+    Returns:
+      The gathers in order, and by step and unit the gather that serves it.
+    """
+    slots: list[Slot] = []
+    served: dict[int, dict[Unit, Slot]] = {}
+    limit = options.chunk_bytes or 0
+    small = {u for u in size if size[u] <= options.persist_bytes or size[u] < limit}
+
+    def span(i: int, u: Unit) -> Any:
+        """For how long a small parameter stays."""
+        return "always" if size[u] <= options.persist_bytes else i > end
+
+    chunks: dict[Any, list[Unit]] = {}
+    member: dict[Any, list[Unit]] = {}
+    for i, u in uses:
+        key = (u, span(i, u))
+        if u not in small or key in member:
+            continue
+        kind = (span(i, u), u.dtype)
+        chunk = chunks.get(kind)
+        if chunk is None or not limit or sum(size[x] for x in chunk) + size[u] > limit:
+            chunk = chunks[kind] = []
+        chunk.append(u)
+        member[key] = chunk
+    there: dict[Any, Slot] = {}
+    recent: Slot | None = None
+    for i, u in uses:
+        region = regions[i]
+        if u in small:
+            units = member[u, span(i, u)]
+            slot = there.get(id(units))
+            if slot is None:
+                slot = there[id(units)] = Slot(units, i, False, i > end)
+                slots.append(slot)
+        else:
+            slot = there.get((region, u)) if region is not None else None
+            if slot is None and recent is not None and recent.units[0] == u:
+                slot = recent
+            if slot is None:
+                slot = Slot([u], i, True, i > end, keep=region is not None)
+                slots.append(slot)
+                if region is not None:
+                    there[region, u] = slot
+            recent = slot
+        served.setdefault(i, {})[u] = slot
+    _tie(slots, options.prefetch)
+    return slots, served
+
+
+def _tie(slots: list[Slot], prefetch: int) -> None:
+    """Each gather waits for the data of the use `prefetch` large gathers before it."""
+    large = [s for s in slots if s.large]
+    before = 0
+    for slot in slots:
+        if prefetch == 0:
+            slot.tied = slot.step
+        elif before >= prefetch:
+            slot.tied = large[before - prefetch].step
+        before += slot.large
