@@ -1,6 +1,7 @@
 """ZeRO for JAX: training state split over a mesh, for any Optax optimizer and any loss, as they are."""
 
 from .layout import EvenSplit as EvenSplit
+from .plain import mics as mics
 from .plain import zero1 as zero1
 from .plain import zero2 as zero2
 from .plain import zero3 as zero3

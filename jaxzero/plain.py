@@ -115,6 +115,47 @@ def zero3(
     return _plain(3, inner, axis_name, mesh, options)
 
 
+def mics(
+    inner: optax.GradientTransformation,
+    shard_axis: AxisNames,
+    replica_axis: AxisNames,
+    *,
+    mesh: Any = None,
+    **options: Any,
+) -> optax.GradientTransformationExtraArgs:
+    """Wraps an optimizer with its state split inside groups and repeated across them (MiCS).
+
+    What the stage sends stays inside the group of `p` devices; across the `r` groups goes one all-reduce of the
+    share, `2(M/p)(r-1)/r` bytes per device and step. A tuple of shard axes, `("node", "local")`, is gathered in hops.
+
+    Args:
+      inner: Any Optax optimizer; the whole chain.
+      shard_axis: Mesh axis, or tuple of axes (outer first), over which state is split.
+      replica_axis: Mesh axis or axes over which it is repeated.
+      mesh: The mesh, for calls outside `shard_map`; inside, sizes come from the bound axes.
+      **options: Those of `Zero`, `stage=` (2) among them, and `grads=` of `Zero.optimizer`.
+
+    Returns:
+      An `optax.GradientTransformationExtraArgs`.
+
+    Raises:
+      ValueError: For unknown options and axes, and for one axis in both places.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp, optax, jaxzero
+      >>> mesh = jax.make_mesh((2, 4), ("replica", "shard"))
+      >>> tx = jaxzero.mics(optax.adam(1e-3), "shard", "replica", mesh=mesh)
+      >>> state = tx.init({"w": jnp.ones((16, 2))})
+      >>> state[0].mu["w"].addressable_shards[0].data.shape
+      (4, 2)
+
+    References:
+      Zhang et al., "MiCS: Near-linear Scaling for Training Gigantic Model on Public Cloud", 2022.
+    """
+    stage = options.pop("stage", 2)
+    return _plain(stage, inner, shard_axis, mesh, options | {"replica_axis": replica_axis})
+
+
 def _plain(stage: int, inner: Any, axis_name: AxisNames, mesh: Any, options: dict[str, Any]) -> Any:
     grads = options.pop("grads", "local")
     return Zero(mesh, stage=stage, shard_axis=axis_name, **options).optimizer(inner, grads=grads)

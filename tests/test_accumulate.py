@@ -382,3 +382,34 @@ def test_a_local_batch_that_does_not_divide(mesh8):
 def test_weighted_losses_that_do_not_fit(mesh8, given, words):
     with pytest.raises(ValueError, match=checks.saying(*words)):
         jaxzero.Zero(mesh8).value_and_grad(given, weighted=True)(params(), *data())
+
+
+# --- the plain wrapper ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_mics_in_a_shard_map_of_ones_own(stage):
+    """Device i has gradient i: every replica steps by the mean, and each group holds all of the state."""
+    mesh = helpers.make_mesh((2, 4), ("replica", "shard"))
+    tx = jaxzero.mics(optax.sgd(1.0, momentum=0.9), "shard", "replica", stage=stage)
+    zero = jaxzero.Zero(mesh, stage=stage, shard_axis="shard", replica_axis="replica")
+    p = zero.shard({"w": jnp.zeros((8, 2)), "odd": jnp.zeros(5)})
+    state = zero.optimizer(optax.sgd(1.0, momentum=0.9)).init(p)
+    held = zero.specs(p) if stage == 3 else P()
+
+    def step(p, state):
+        number = lax.axis_index(("replica", "shard")).astype(jnp.float32)
+        shapes = {"w": (8, 2), "odd": (5,)}
+        updates, state = tx.update({k: jnp.full(s, number) for k, s in shapes.items()}, state, p)
+        return optax.apply_updates(p, updates), state
+
+    specs = (held, zero.specs(state))
+    p, state = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=specs))(p, state)
+    helpers.assert_all_shards_equal((p, state))
+    assert state[0].trace["w"].addressable_shards[0].data.shape == (2, 2)
+    jax.tree.map(lambda x: np.testing.assert_array_equal(x, np.full(x.shape, -3.5)), zero.gather(p))
+
+
+def test_mics_with_one_axis_in_both_places(mesh24):
+    with pytest.raises(ValueError, match=checks.saying("shard_axis", "replica_axis", "twice", "fix")):
+        jaxzero.mics(optax.sgd(1.0), "shard", ("replica", "shard"), mesh=mesh24)
