@@ -12,7 +12,7 @@ import pytest
 
 import jaxzero
 
-pytestmark = pytest.mark.grid(2)
+pytestmark = pytest.mark.grid(3)
 
 SETTINGS = list(checks.SETTINGS)
 BATCHES = checks.quadratic_batches()

@@ -14,6 +14,8 @@ from jax.sharding import PartitionSpec as P
 
 import jaxzero
 
+pytestmark = pytest.mark.grid(2)
+
 SETTINGS = list(checks.SETTINGS)
 BATCHES = checks.quadratic_batches()
 

@@ -15,6 +15,8 @@ from jax.sharding import PartitionSpec as P
 import jaxzero
 from jaxzero import groups
 
+pytestmark = pytest.mark.grid(2)
+
 RATE, B1, B2, EPS = 1e-3, 0.9, 0.999, 1e-8
 
 

@@ -25,7 +25,7 @@ from jaxzero import collectives, hops
 from jaxzero.layout import Layout, even_split
 from jaxzero.mesh import Axes
 
-pytestmark = pytest.mark.grid(3)
+pytestmark = pytest.mark.grid(4)
 
 NODES = ("node", "local")
 MESHES = {

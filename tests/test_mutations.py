@@ -21,6 +21,8 @@ import jaxzero
 from jaxzero import collectives
 from jaxzero.layout import Layout
 
+pytestmark = pytest.mark.grid(2)
+
 BATCHES = checks.quadratic_batches()
 MODULES = [
     importlib.import_module(info.name)

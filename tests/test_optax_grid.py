@@ -1,7 +1,7 @@
 """Every Optax optimizer, sharded, equals the unsharded run.
 
 The names are discovered from Optax's namespaces, so a new one fails here until it is classified in
-`optax_cases.py`. A short run gives every optimizer one or two cells of the grid and visits every mesh, stage
+`optax_cases.py`. A short run gives every optimizer one cell of the grid (some a second) and visits every mesh, stage
 and way to run; `-m slow` runs the whole product. `python tests/test_optax_grid.py` writes the README's table.
 """
 
@@ -104,18 +104,15 @@ def check(key, world, stage, way):
 
 
 def sampled():
-    """A cell in the global view and one inside per optimizer and wrapper, one of the two per transformation.
+    """A cell per row, in turn in the global view and inside.
 
     One row in nine runs on one device too.
     """
     outside, inside = ([c for c in GRID if c[0] != 1 and c[2].startswith("inside") == b] for b in (False, True))
     alone = [c for c in GRID if c[0] == 1]
-    for i, (key, case) in enumerate(CASES.items()):
-        both = case not in GROUPS["Transformations"]
-        if both or i % 2:
-            yield key, *outside[(7 * i) % len(outside)]
-        if both or not i % 2:
-            yield key, *inside[(7 * i) % len(inside)]
+    for i, key in enumerate(CASES):
+        cells = outside if i % 2 else inside
+        yield key, *cells[7 * (i // 2) % len(cells)]
         if i % 9 == 0:
             yield key, *alone[(i // 9) % len(alone)]
 

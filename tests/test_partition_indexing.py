@@ -10,6 +10,8 @@ from test_partition import evaluate
 
 from jaxzero.layout import Layout
 
+pytestmark = pytest.mark.grid(2)
+
 
 def eighths(*shape):
     """Multiples of 1/8: sums of them are exact, in any order."""

@@ -13,6 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 import jaxzero
 
+pytestmark = pytest.mark.grid(2)
+
 MESHES = {
     "2x4": ((2, 4), ("node", "local"), None),
     "2x2x2": ((2, 2, 2), ("replica", "node", "local"), "replica"),

@@ -13,6 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 import jaxzero
 
+pytestmark = pytest.mark.grid(3)
+
 KEY = jax.random.key(0)
 
 

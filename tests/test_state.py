@@ -69,7 +69,7 @@ def test_stacked_leaves_are_cut_inside_a_layer():
     ("x", "expected"),
     [
         (2.5, ((), jnp.float32)),
-        (np.float64(1), ((), np.float64)),
+        (np.float64(1), ((), np.float32)),
         (True, ((), np.bool_)),
         (np.ones((2, 3), np.float16), ((2, 3), np.float16)),
         (EvenSplit(jnp.zeros(8), (5,)), ((5,), jnp.float32)),
