@@ -12,6 +12,8 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import jaxzero
+from jaxzero import gradients
+from jaxzero.synchronise import Mean
 
 pytestmark = pytest.mark.grid(3)
 
@@ -413,3 +415,55 @@ def test_mics_in_a_shard_map_of_ones_own(stage):
 def test_mics_with_one_axis_in_both_places(mesh24):
     with pytest.raises(ValueError, match=checks.saying("shard_axis", "replica_axis", "twice", "fix")):
         jaxzero.mics(optax.sgd(1.0), "shard", ("replica", "shard"), mesh=mesh24)
+
+
+# --- mutations: each must be seen ----------------------------------------------------------------
+
+
+def compare_with_the_mean(steps):
+    """Device i has gradient i in each micro-step; the mean is 3.5."""
+    zero, _ = make("stage 2, MiCS")
+    given = lambda p, x: jnp.mean(x) * (jnp.sum(p["a"]) + jnp.sum(p["b"]))
+    p = {"a": jnp.ones((16, 3)), "b": jnp.ones(5)}
+    _, grads = zero.value_and_grad(given, accumulate=steps)(p, jnp.repeat(jnp.arange(8.0), steps))
+    helpers.assert_all_shards_equal(grads)
+    jax.tree.map(lambda x: np.testing.assert_array_equal(x, np.full(x.shape, 3.5)), zero.gather(grads))
+
+
+def second_hop_in_the_loop(first, second):
+    """Every micro-step crosses the replicas, and the sum does so again."""
+
+    def hop(self, local, layouts):
+        return [lax.psum(x, self.axes.replica) for x in first(self, local, layouts)]
+
+    return hop, second
+
+
+def second_hop_dropped(first, second):
+    def hop(self, shares, dtypes, weight=None):
+        return [self.receive(x, d, weight) for x, d in zip(shares, dtypes, strict=True)]
+
+    return first, hop
+
+
+def divided_twice(first, second):
+    return first, lambda self, *rest: [x / self.count for x in second(self, *rest)]
+
+
+def divided_by_one_micro_step(first, second):
+    return first, lambda self, *rest: [x * self.steps for x in second(self, *rest)]
+
+
+@pytest.mark.grid(1)
+@pytest.mark.parametrize(
+    "mutation", [second_hop_in_the_loop, second_hop_dropped, divided_twice, divided_by_one_micro_step]
+)
+def test_mutations_of_the_two_hops_show(monkeypatch, mutation):
+    compare_with_the_mean(2)
+    first, second = mutation(Mean.first_hop, Mean.second_hop)
+    monkeypatch.setattr(Mean, "first_hop", first)
+    monkeypatch.setattr(Mean, "second_hop", second)
+    gradients.value_and_grad.cache_clear()  # else the compiled program from before
+    with pytest.raises(AssertionError):
+        compare_with_the_mean(2)
+    gradients.value_and_grad.cache_clear()

@@ -21,8 +21,6 @@ import jaxzero
 from jaxzero import collectives
 from jaxzero.layout import Layout
 
-pytestmark = pytest.mark.grid(2)
-
 BATCHES = checks.quadratic_batches()
 MODULES = [
     importlib.import_module(info.name)
@@ -171,6 +169,7 @@ def test_gradients_show_it(monkeypatch, name):
         compare("stage 2, 8")
 
 
+@pytest.mark.grid(3)
 @pytest.mark.parametrize("name", [name for name in MUTATIONS if not name.startswith("off by")])
 @pytest.mark.parametrize("compare", [compare_gradients_inside, compare_norms, compare_training])
 def test_training_shows_it(monkeypatch, name, compare):
