@@ -69,21 +69,26 @@ def bits(ctx: Context, eqn: Any, ins: list[Value]) -> list[Value] | None:
         drawn = lax.shift_left(first.astype(dtype), jnp.asarray(32, dtype)) | second.astype(dtype)
     else:
         drawn = (first ^ second).astype(dtype)
-    return [Split(drawn.reshape(layout.local_shape), layout)]
+    return [Split(drawn, layout)]
 
 
 def _numbers(layout: Layout, keys: int, index: Any) -> tuple[Any, Any]:
     """High and low words of the numbers of this device's elements, counted inside each key's array.
 
-    The result has one dimension for what is in front of the cut (behind the dimensions of the keys) and one
-    for the share. Starts come from tables, so that nothing is computed in 32 bits.
+    In the shape of the share, behind the dimensions of the keys: a reshape afterwards would be a copy. Starts
+    come from tables, so that nothing is computed in 32 bits.
     """
+    shape, front = layout.local_shape[keys:], layout.lead - keys
     inner = math.prod(layout.shape[layout.lead :])
-    blocks = math.prod(layout.shape[keys : layout.lead])
-    length = math.prod(layout.local_shape[layout.lead :])
+    length = math.prod(shape[front:])
+    blocks = math.prod(shape[:front])
     starts = np.array([[b * inner + i * length for b in range(blocks)] for i in range(layout.n)], np.uint64)
-    table = [jnp.asarray((starts // _WORD).astype(np.uint32)), jnp.asarray((starts % _WORD).astype(np.uint32))]
-    high, low = (lax.dynamic_index_in_dim(x, index, keepdims=False)[:, None] for x in table)
-    number = lax.broadcasted_iota(np.uint32, (blocks, length), 1)
+    tables = [jnp.asarray((starts // _WORD).astype(np.uint32)), jnp.asarray((starts % _WORD).astype(np.uint32))]
+    here = [lax.dynamic_index_in_dim(x, index, keepdims=False).reshape(shape[:front]) for x in tables]
+    high, low = (lax.broadcast_in_dim(x, shape, range(front)) for x in here)
+    number = jnp.zeros(shape, np.uint32)
+    for axis in range(front, len(shape)):
+        stride = np.uint32(math.prod(shape[axis + 1 :]))
+        number += lax.broadcasted_iota(np.uint32, shape, axis) * stride
     below = low + number  # wraps around; then it is smaller than what was added
     return high + (below < number).astype(np.uint32), below
