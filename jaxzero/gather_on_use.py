@@ -145,13 +145,13 @@ class _Evaluation:
         return self.whole[slot][unit]
 
     def _gather(self, slot: Slot, shares: list[Any]) -> list[Any]:
-        layouts, hops = [self.plan.layouts[u.source] for u in slot.units], self.axes.hops
+        layouts = [self.plan.layouts[u.source] for u in slot.units]
         if not self.local_again:
-            return collectives.all_gather(shares, layouts, hops, bucket_bytes=collectives.NO_LIMIT)
+            return collectives.all_gather(shares, layouts, self.axes.hops, bucket_bytes=collectives.NO_LIMIT)
         if slot not in self.near:
-            shares = [self._type(x) for x in collectives.gather_far(shares, layouts, hops)]
+            shares = [self._type(x) for x in collectives.gather_far(shares, layouts, self.axes.hops)]
             self.secondary.update(zip(slot.units, shares, strict=True))
-        return collectives.gather_near(shares, layouts, hops)
+        return collectives.gather_near(shares, layouts, self.axes.hops)
 
     def _with_views(self, number: int, step: Step, ins: list[Any]) -> list[Any]:
         if step.eqn is None:
