@@ -185,9 +185,7 @@ def _scan(schedule: Schedule, step: Step, options: Options, late: bool) -> None:
         return
     grads = {number: schedule.grads[position].per_layer() for number, position in sunk.items()}
     body.inputs = [given[x].source if x in given else x for x in body.inputs]
-    # One layer is live at a time: two of its few gathers ahead would be most of the layer.
-    ahead = dataclasses.replace(options, prefetch=min(options.prefetch, 1))
-    inside = plan(body, layouts, given, grads, ahead, stacked=len(carry), late=late)
+    inside = plan(body, layouts, given, grads, options, stacked=len(carry), late=late)
     for number in inside.lazy:
         view = inside.views[body.outs[number]]  # type: ignore[index]
         schedule.views[step.outs[number]] = view.stacked(outer[view.source])

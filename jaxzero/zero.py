@@ -41,8 +41,7 @@ class Zero(LossMethods):
       reduce_dtype: Dtype in which gradients are summed; `None`: float32, or a leaf's own if wider.
       stacked: A predicate on key paths: leaves whose leading axis counts layers, split inside each.
         `observe` finds them.
-      prefetch: Stage 3: how many large gathers may run ahead of the computation (in the body of a `scan` at most
-        one); 0 takes least memory.
+      prefetch: Stage 3: how many large gathers may run ahead of the computation; 0 takes least memory.
       persist_bytes: Stage 3: parameters up to this size, in bytes, stay whole from their first use to the end
         of the backward pass.
       chunk_bytes: Stage 3: smaller parameters, in order of first use, travel together in gathers and
