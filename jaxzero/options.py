@@ -15,7 +15,7 @@ from .mesh import AxisNames
 #: Measured (`benchmarks/buckets.py`): from here on joining costs more in copies than it saves in calls.
 BUCKET_BYTES = 256 * 2**10
 #: How many large gathers of stage 3 may run ahead of the computation.
-PREFETCH = 1
+PREFETCH = 2
 #: Parameters up to this size stay whole from their first use to the end of the backward pass.
 PERSIST_BYTES = 64 * 2**10
 #: Smaller parameters of stage 3 travel together.
