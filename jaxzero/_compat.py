@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from jax._src import xla_bridge
 from jax.extend.core import Literal as Literal
 
 
@@ -36,3 +37,8 @@ def scan_parts(eqn: Any, operands: list[Any]) -> tuple[list[Any], list[Any], lis
         groups = params["ft_in"].unpack()
         consts, carry = len(groups[0]), len(groups[1])
     return operands[:consts], operands[consts : consts + carry], operands[consts + carry :]
+
+
+def backends_started() -> bool:
+    """Whether this process has used a device; asking in any public way would start them (0.10 and 0.12)."""
+    return bool(xla_bridge.backends_are_initialized())

@@ -2,7 +2,7 @@
 
 import dataclasses
 import difflib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -47,8 +47,7 @@ class Options:
         known = [f.name for f in dataclasses.fields(cls)]
         for name in options:
             if name not in known:
-                near = difflib.get_close_matches(name, known, 1)
-                fix = f"Fix: did you mean {near[0]}=?" if near else "Fix: drop it."
+                fix = nearest(name, known, "{}=") or "Fix: drop it."
                 raise ValueError(f"Zero: unknown option {name!r}. Expected one of {known}. {fix}")
         return super().__new__(cls)
 
@@ -137,6 +136,12 @@ class Options:
 
 STAGES = (1, 2, 3)
 UNUSED = ("zero", "skip", "error")
+
+
+def nearest(name: str, known: Iterable[str], form: str = "{!r}") -> str:
+    """The end of an error about an unknown name: the nearest known one, or nothing where none is near."""
+    near = difflib.get_close_matches(name, list(known), 1)
+    return f"Fix: did you mean {form.format(near[0])}?" if near else ""
 
 
 def _check_count(name: str, value: Any, least: int, what: str) -> None:
