@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from . import mesh, synchronise, transport
+from . import exchange, mesh, synchronise
 from .options import Options
 from .partition import Context, Split
 from .state import Leaf, StateLeaf
@@ -28,7 +28,7 @@ def parameters(ctx: Context, arrays: Sequence[Any], leaves: Sequence[Leaf], shar
         elif stand_in.dtype != leaf.dtype:
             x = jnp.zeros(stand_in.shape, stand_in.dtype)
         elif leaf.layout is not None:
-            split = Split(mesh.cast(transport.share(x, leaf.layout, ctx.index), axes), leaf.layout)
+            split = Split(mesh.cast(exchange.share(x, leaf.layout, ctx.index), axes), leaf.layout)
             split.whole = None if mesh.varying(x) & set(ctx.axes.every) else x
             split.local = _first(split.local, ctx.axes.replica)
             x = split

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from . import exchange, typed
 from . import sinks as terms
-from . import transport, typed
 from ._compat import scan_parts
 from .flat_program import Known, Step, Var
 from .mesh import cast
@@ -147,11 +147,11 @@ class _Evaluation:
     def _gather(self, slot: Slot, shares: list[Any]) -> list[Any]:
         layouts = [self.plan.layouts[u.source] for u in slot.units]
         if not self.local_again:
-            return transport.all_gather(shares, layouts, self.axes.hops, bucket_bytes=transport.NO_LIMIT)
+            return exchange.all_gather(shares, layouts, self.axes.hops, bucket_bytes=exchange.NO_LIMIT)
         if slot not in self.near:
-            shares = [self._type(x) for x in transport.gather_far(shares, layouts, self.axes.hops)]
+            shares = [self._type(x) for x in exchange.gather_far(shares, layouts, self.axes.hops)]
             self.secondary.update(zip(slot.units, shares, strict=True))
-        return transport.gather_near(shares, layouts, self.axes.hops)
+        return exchange.gather_near(shares, layouts, self.axes.hops)
 
     def _with_views(self, number: int, step: Step, ins: list[Any]) -> list[Any]:
         if step.eqn is None:
@@ -259,7 +259,7 @@ class _Evaluation:
     def _reduce(self, positions: Sequence[int], values: Sequence[Any]) -> None:
         sent = [self.mean.send(x) for x in values]
         layouts = [self.plan.grads[p] for p in positions]
-        done = transport.reduce_scatter(sent, layouts, self.axes.hops, bucket_bytes=transport.NO_LIMIT)
+        done = exchange.reduce_scatter(sent, layouts, self.axes.hops, bucket_bytes=exchange.NO_LIMIT)
         for position, x in zip(positions, done, strict=True):
             self._add(position, x)
         self.flying.append(positions[0])

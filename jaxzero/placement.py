@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from . import entry, mesh, partition, transport
+from . import entry, exchange, mesh, partition
 from .layout import EvenSplit, Layout, even_split, is_split
 from .mesh import Axes, path_text
 from .options import Options
@@ -78,7 +78,7 @@ def _stored(call: str, options: Options, path: Any, x: Any, layout: Layout) -> A
     sharding = getattr(jax.typeof(x) if isinstance(x, jax.core.Tracer) else x, "sharding", None)
     if isinstance(sharding, NamedSharding) and any(sharding.spec):
         x = mesh.place(call, options.mesh, path, x, P(), options.mesh.axis_names)
-    return transport.stored(jnp.asarray(x), layout)
+    return exchange.stored(jnp.asarray(x), layout)
 
 
 def _put(call: str, options: Options, path: Any, x: Any, spec: P, own: Any) -> Any:
@@ -108,7 +108,7 @@ def gather(options: Options, tree: Any) -> Any:
 
 @functools.lru_cache(maxsize=512)
 def _gather_one(mesh_: Any, axes: Axes, layout: Layout) -> Callable[[Any], Any]:
-    whole = lambda x: transport.all_gather([x], [layout], axes.hops, bucket_bytes=None)[0]
+    whole = lambda x: exchange.all_gather([x], [layout], axes.hops, bucket_bytes=None)[0]
     return jax.jit(mesh.region(mesh_, axes, whole, layout.spec(axes.shard), P()))
 
 
@@ -123,7 +123,7 @@ def _gather_inside(options: Options, axes: Axes, tree: Any) -> Any:
     leaves = leaves_of(tree, axes.n, options.stacked, shares=True)
     out = [bare(x) for x in jax.tree.leaves(tree, is_leaf=is_split)]
     cut = [i for i, leaf in enumerate(leaves.leaves) if leaf.layout is not None]
-    whole = transport.all_gather(
+    whole = exchange.all_gather(
         [out[i] for i in cut],
         [leaves.leaves[i].cut for i in cut],
         axes.hops,

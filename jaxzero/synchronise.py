@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from . import transport
+from . import exchange
 from .layout import Layout
 from .mesh import Axes, cast
 from .options import Options
@@ -63,22 +63,22 @@ class Mean:
     def first_hop(self, local: Sequence[Array], layouts: Sequence[Layout]) -> list[Array]:
         """Full local gradients -> this device's share of their sum over the shard axis (reduce-scatter)."""
         sent = [self.send(x) for x in local]
-        return transport.reduce_scatter(sent, layouts, self.axes.hops, bucket_bytes=self.options.bucket_bytes)
+        return exchange.reduce_scatter(sent, layouts, self.axes.hops, bucket_bytes=self.options.bucket_bytes)
 
     def second_hop(self, shares: Sequence[Array], dtypes: Sequence[Any], weight: Array | None = None) -> list[Array]:
         """Shares that are sums over the shard axis -> the mean: one all-reduce over the replica axis."""
         if self.axes.replica:
             # Sums over micro-steps may be wider than the wire.
             shares = [x.astype(self.wire(dtype)) for x, dtype in zip(shares, dtypes, strict=True)]
-            shares = transport.all_reduce(shares, self.axes.replica, bucket_bytes=self.options.bucket_bytes)
+            shares = exchange.all_reduce(shares, self.axes.replica, bucket_bytes=self.options.bucket_bytes)
         return [self.receive(x, dtype, weight) for x, dtype in zip(shares, dtypes, strict=True)]
 
     def sliced_hop(self, local: Sequence[Array], layouts: Sequence[Layout]) -> list[Array]:
         """The first hop of stage 1: an all-reduce over the shard axis, then a slice."""
         sent = [self.send(x) for x in local]
-        whole = transport.all_reduce(sent, self.axes.shard, bucket_bytes=self.options.bucket_bytes)
+        whole = exchange.all_reduce(sent, self.axes.shard, bucket_bytes=self.options.bucket_bytes)
         index = lax.axis_index(self.axes.shard)
-        return [transport.share(x, layout, index) for x, layout in zip(whole, layouts, strict=True)]
+        return [exchange.share(x, layout, index) for x, layout in zip(whole, layouts, strict=True)]
 
     def whole(
         self, local: Sequence[Array], dtypes: Sequence[Any], weights: Sequence[Array | None] | None = None
@@ -86,7 +86,7 @@ class Mean:
         """The mean over devices of local values; every device gets all of it (one all-reduce per bucket)."""
         weights = [None] * len(local) if weights is None else weights
         sent = [self.send(x, dtype) for x, dtype in zip(local, dtypes, strict=True)]
-        done = transport.all_reduce(sent, self.axes.every, bucket_bytes=self.options.bucket_bytes)
+        done = exchange.all_reduce(sent, self.axes.every, bucket_bytes=self.options.bucket_bytes)
         return [self.receive(x, dtype, w) for x, dtype, w in zip(done, dtypes, weights, strict=True)]
 
     def total(self, weight: Array) -> Array:

@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 from test_mutations import mutated
 
 import jaxzero
-from jaxzero import hops, transport
+from jaxzero import exchange, hops
 from jaxzero.layout import Layout, even_split
 from jaxzero.mesh import Axes
 
@@ -43,7 +43,7 @@ GROUPS = {
     "between": ((2, 2, 2), ("node", "replica", "local")),
     "groups of one node": ((2, 1, 4), ("replica", "node", "local")),
 }
-CALLS = {f"transport.{name}" for name in ("all_gather", "gather_far", "gather_near", "reduce_scatter")}
+CALLS = {f"exchange.{name}" for name in ("all_gather", "gather_far", "gather_near", "reduce_scatter")}
 SHAPES = [((16, 3), 0), ((5, 3), 0), ((1,), 0), ((2, 8, 3), 1), ((2, 5, 3), 1), ((2, 3, 7), 2), ((40,), 0)]
 
 
@@ -81,9 +81,9 @@ def test_gather_keeps_the_order_of_the_flat_one(name, bucket_bytes):
 
     def body(arrays):
         index = lax.axis_index(axes)
-        shares = [transport.share(x, layout, index) for x, layout in zip(arrays, found, strict=True)]
+        shares = [exchange.share(x, layout, index) for x, layout in zip(arrays, found, strict=True)]
         shares = [lax.pcast(x, axes, to="varying") if not jax.typeof(x).manual_axis_type.varying else x for x in shares]
-        return [transport.all_gather(shares, found, over, bucket_bytes=bucket_bytes) for over in (axes, (axes,))]
+        return [exchange.all_gather(shares, found, over, bucket_bytes=bucket_bytes) for over in (axes, (axes,))]
 
     in_hops, flat = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P(), out_specs=P()))(whole(found))
     for a, b, x in zip(in_hops, flat, whole(found), strict=True):
@@ -100,13 +100,13 @@ def test_scatter_gives_the_shares_of_the_flat_one(name, bucket_bytes):
 
     def body(arrays):
         mine = [x * (1 + lax.axis_index(axes).astype(jnp.float32)) for x in arrays]
-        return [transport.reduce_scatter(mine, found, over, bucket_bytes=bucket_bytes) for over in (axes, (axes,))]
+        return [exchange.reduce_scatter(mine, found, over, bucket_bytes=bucket_bytes) for over in (axes, (axes,))]
 
     specs = [x.spec(axes) for x in found]
     region = jax.shard_map(body, mesh=helpers.make_mesh(shape, axes), in_specs=P(), out_specs=[specs, specs])
     in_hops, flat = jax.jit(region)(whole(found))
     for a, b, x, layout in zip(in_hops, flat, whole(found), found, strict=True):
-        np.testing.assert_array_equal(transport.logical(a, layout), x * 36)
+        np.testing.assert_array_equal(exchange.logical(a, layout), x * 36)
         np.testing.assert_array_equal(a, b)
 
 

@@ -18,7 +18,7 @@ import pytest
 from jax import lax
 
 import jaxzero
-from jaxzero import transport
+from jaxzero import exchange
 from jaxzero.layout import Layout
 
 BATCHES = checks.quadratic_batches()
@@ -84,7 +84,7 @@ def compare_replicas(setting):
 
 
 @contextlib.contextmanager
-def mutated(monkeypatch, name, change, module=transport):
+def mutated(monkeypatch, name, change, module=exchange):
     """`module.name` replaced by `change(original)`, wherever the library has imported it."""
     original = getattr(module, name)
     wrong = change(original)

@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from jaxzero import mesh, transport
+from jaxzero import exchange, mesh
 from jaxzero.layout import Layout, even_split
 from jaxzero.mesh import Axes
 from jaxzero.partition import Context, Record, Split, run, trace
@@ -29,7 +29,7 @@ def evaluate(f, arrays, layouts, world):
         values = []
         for x, layout in zip(arrays, layouts, strict=True):
             if layout is not None:
-                split = Split(mesh.cast(transport.share(x, layout, ctx.index), ("data",)), layout)
+                split = Split(mesh.cast(exchange.share(x, layout, ctx.index), ("data",)), layout)
                 x = Split(ctx.masked(split, np.nan) if x.dtype == np.float32 else split.local, layout)
             values.append(x)
         out = run(ctx, program.jaxpr, program.consts, values)

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .. import transport
+from .. import exchange
 from ..hops import gather
 from ..layout import Layout, Shape
 from ..mesh import Axes, cast, varying
@@ -172,7 +172,7 @@ class Context:
         for how, reduce in _REDUCE.items():
             terms = [x for x in todo if isinstance(x, Partial) and x.how == how]
             sent = [part for x in terms for part in _sent(x)]
-            done = transport.all_reduce(sent, self.axes.shard, bucket_bytes=self.bucket_bytes, reduce=reduce)
+            done = exchange.all_reduce(sent, self.axes.shard, bucket_bytes=self.bucket_bytes, reduce=reduce)
             rest = iter(done)
             for term in terms:
                 term.whole = _received(term, [next(rest) for _ in _sent(term)])
@@ -180,7 +180,7 @@ class Context:
             if isinstance(x, Partial) and x.how == "prod":
                 x.whole = lax.reduce_prod(gather(lax.expand_dims(x.local, (0,)), self.axes.hops, 0), (0,))
         splits = [x for x in todo if isinstance(x, Split)]
-        gathered = transport.all_gather(
+        gathered = exchange.all_gather(
             [x.local for x in splits],
             [x.layout for x in splits],
             self.axes.hops,
@@ -211,7 +211,7 @@ class Context:
         if layout.kind == "flat" and x.shape != layout.shape:
             x = jnp.broadcast_to(x, layout.shape)
         here = dataclasses.replace(layout, shape=x.shape)
-        return transport.share(x, here, self.index)
+        return exchange.share(x, here, self.index)
 
     def split(self, x: Value, layout: Layout) -> Split:
         """`x` cut as `layout` says."""
@@ -295,7 +295,7 @@ def _spread_share(x: Spread, layout: Layout, index: Array) -> Array:
         return lax.broadcast(x.value.reshape(()), layout.local_shape)
     rows = layout.kind == "rows" and len(x.shape) == len(layout.shape)
     if not rows:
-        return transport.share(jnp.broadcast_to(_whole(x), layout.shape), layout, index)
+        return exchange.share(jnp.broadcast_to(_whole(x), layout.shape), layout, index)
     value, local = x.value, layout.local_shape
     for axis, dim in enumerate(x.dims):
         if dim == layout.lead and value.shape[axis] != 1:
