@@ -10,7 +10,7 @@ ARGS ?=
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -q --durations 15
 
-.PHONY: train test test-all lint clean
+.PHONY: train test test-all lint docs notebooks clean
 
 train: $(VENV)/.examples
 	$(BIN)/python examples/train_gpt.py $(ARGS)
@@ -26,8 +26,16 @@ lint: $(VENV)/.test
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+docs: $(VENV)/.docs
+	$(BIN)/sphinx-build -W --keep-going -q -c docs . build/docs
+	@echo "The documentation is in build/docs: open build/docs/docs/index.html"
+
+# Executes the notebooks and keeps their outputs.
+notebooks: $(VENV)/.test
+	$(BIN)/python -m pytest -m "slow or not slow" --overwrite -n 0 notebooks $(ARGS)
+
 clean:
-	rm -rf .venv .venv312 runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv312 runs build .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # One stamp per extra; a change of pyproject.toml installs again.

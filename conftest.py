@@ -25,7 +25,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Of the cells of a test marked `grid(n)` make all but every n-th slow."""
+    """Of the cells of a test marked `grid(n)` make all but every n-th slow, and all notebooks but the first."""
+    if item.path.suffix == ".ipynb" and not item.path.name.startswith("01"):
+        item.add_marker(pytest.mark.slow)
     marker = item.get_closest_marker("grid")
     if marker is None:
         return

@@ -2,7 +2,7 @@
 
 The names are discovered from Optax's namespaces, so a new one fails here until it is classified in
 `optax_cases.py`. A short run gives every optimizer one cell of the grid (some a second) and visits every mesh, stage
-and way to run; `-m slow` runs the whole product. `python tests/test_optax_grid.py` writes the README's table.
+and way to run; `-m slow` runs the whole product. `python tests/test_optax_grid.py` writes `docs/optimizers.md`.
 """
 
 import functools
@@ -22,7 +22,7 @@ from optax_cases import CASES, EXCLUDED, GROUPS, Case, public_names
 import jaxzero
 
 STEPS, RTOL, ATOL = 6, 2e-5, 2e-6  # the tolerance of the acceptance script; two steps more, for radam's second branch
-README = pathlib.Path(__file__).parent.parent / "README.md"
+PAGE = pathlib.Path(__file__).parent.parent / "docs/optimizers.md"
 BEGIN, END = "<!-- optimizers:begin -->", "<!-- optimizers:end -->"
 
 REPLICAS = ("replica", "shard")
@@ -177,7 +177,7 @@ def test_per_example_gradients_are_refused(mesh8, expression):
 
 
 def table():
-    """The README's table: what is tested, as it is called, and what is left out."""
+    """The table: what is tested, as it is called, and what is left out."""
     lines = [
         f"{len(CASES)} rows, each equal to the unsharded run on worlds {', '.join(map(str, MESHES))}",
         "at stages 1, 2 and 3,",
@@ -203,12 +203,12 @@ def with_table(text):
     return f"{before}{BEGIN}\n{table()}\n{END}{after}"
 
 
-def test_readme_table_is_up_to_date():
-    text = README.read_text()
-    assert text.count(BEGIN) == text.count(END) == 1, f"README needs one {BEGIN} and one {END}"
+def test_table_is_up_to_date():
+    text = PAGE.read_text()
+    assert text.count(BEGIN) == text.count(END) == 1, f"the page needs one {BEGIN} and one {END}"
     assert text == with_table(text), "run: python tests/test_optax_grid.py"
 
 
 if __name__ == "__main__":
-    README.write_text(with_table(README.read_text()))
+    PAGE.write_text(with_table(PAGE.read_text()))
     sys.exit(0)

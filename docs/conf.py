@@ -1,0 +1,36 @@
+"""The web site: `make docs`. The root of the sources is the repository, so that links are right there and here."""
+
+import pathlib
+import tomllib
+
+ROOT = pathlib.Path(__file__).parent.parent
+_project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+project = _project["name"]
+release = version = _project["version"]
+author = "The jaxzero authors"
+
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+root_doc = "docs/index"
+include_patterns = [
+    "README.md",
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "docs/*.md",
+    "examples/README.md",
+    "notebooks/*.ipynb",
+]
+exclude_patterns = [".*", "jaxzero", "tests", "benchmarks", "runs", "dist", "build"]
+
+nb_execution_mode = "off"  # outputs are committed; the tests execute the notebooks
+nb_merge_streams = True
+myst_heading_anchors = 3
+
+default_role = "code"  # docstrings mark code with single backticks
+autodoc_typehints = "none"  # the docstrings say shapes, which types do not
+autodoc_member_order = "bysource"
+add_module_names = False
+python_display_short_literal_types = True
+
+html_theme = "furo"
+html_title = "jaxzero"

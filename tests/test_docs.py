@@ -1,0 +1,65 @@
+"""The documentation builds without warnings, and what it names exists."""
+
+import dataclasses
+import inspect
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+import jaxzero
+
+ROOT = pathlib.Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PUBLIC = [name for name, x in vars(jaxzero).items() if not name.startswith("_") and not inspect.ismodule(x)]
+METHODS = ("value_and_grad", "forward", "optimizer")
+OPTIONS = {f.name for f in dataclasses.fields(jaxzero.Zero)}
+OPTIONS |= {name for method in METHODS for name in inspect.signature(getattr(jaxzero.Zero, method)).parameters}
+#: Built at the same time as these pages.
+PENDING = {"master_weights", "dynamic_loss_scale", "predivide", "param_specs", "topology"}
+
+
+def unknown(names, owner):
+    return {name for name in names if not hasattr(owner, name)} - PENDING
+
+
+def test_site_builds_without_warnings(tmp_path):
+    build = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-c", "docs", ".", str(tmp_path)]
+    result = subprocess.run(build, cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    api = (tmp_path / "docs/api.html").read_text()
+    methods = [f"Zero.{name}" for name, x in inspect.getmembers(jaxzero.Zero) if callable(x) and name[0] != "_"]
+    assert [name for name in (*PUBLIC, *methods) if f'id="jaxzero.{name}"' not in api] == []
+    assert "visualize_array_sharding" in (tmp_path / "notebooks/01_stages.html").read_text()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_names_exist(page):
+    """`jaxzero.name`, `zero.name(`, `Zero(name=`, `value_and_grad(name=`."""
+    text = page.read_text()
+    assert unknown(re.findall(r"`jaxzero\.(\w+)", text), jaxzero) == set()
+    assert unknown(re.findall(r"\bzero\.([a-z_]+)\(", text), jaxzero.Zero) == set()
+    assert set(re.findall(r"(?:Zero\((?:mesh, )?|value_and_grad\()(\w+)=", text)) <= OPTIONS
+
+
+def test_options_in_the_tables_of_other_systems_exist():
+    """In a row's last column, code that looks like an option: `name`, `name=` or `name="value"`."""
+    rows = re.findall(r"^\| .* \| (.*) \|$", (ROOT / "docs/coming_from.md").read_text(), re.MULTILINE)
+    named = {name for row in rows for name in re.findall(r"`([a-z]+_[a-z_]+)(?:=[^`]*)?`", row)}
+    assert named >= {"bucket_bytes", "reduce_dtype", "replica_axis", "persist_bytes"}
+    assert named - OPTIONS - PENDING <= {"shard_param_frac", "mu_dtype", "psum_scatter"}  # theirs
+
+
+def test_pictures_are_drawn(tmp_path, monkeypatch):
+    """The script makes those that the page shows, and they are committed."""
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    import draw
+
+    shown = re.findall(r"pictures/(\w+)\.svg", (ROOT / "docs/how_it_works.md").read_text())
+    assert shown == list(draw.PICTURES)
+    draw.main(tmp_path)
+    for name in shown:
+        text = (ROOT / f"docs/pictures/{name}.svg").read_text()
+        assert (tmp_path / f"{name}.svg").read_text().count("<path") == text.count("<path") > 0
