@@ -124,6 +124,15 @@ def _within(spec: PartitionSpec | None, f: Callable[[Array], Array]) -> Callable
     return jax.shard_map(f, in_specs=spec, out_specs=spec, axis_names=used)
 
 
+def bucketed(
+    values: Sequence[Any], layouts: Sequence[Layout], limit: int | None, specs: Sequence[PartitionSpec | None]
+) -> list[list[int]]:
+    """The `buckets` of arrays (abstract ones will do) with these layouts; one with a spec of its own goes alone."""
+    nbytes = [layout.size * x.dtype.itemsize for x, layout in zip(values, layouts, strict=True)]
+    kinds = [x.dtype if spec is None else None for x, spec in zip(values, specs, strict=True)]
+    return buckets(nbytes, kinds, limit)
+
+
 def _joined(
     values: Sequence[Array],
     layouts: Sequence[Layout],
@@ -136,10 +145,8 @@ def _joined(
 ) -> list[Array]:
     """Runs `alone` per large leaf, and `together` on the joined blocks of the small ones."""
     specs = specs or [None] * len(values)
-    nbytes = [layout.size * x.dtype.itemsize for x, layout in zip(values, layouts, strict=True)]
-    kinds = [x.dtype if spec is None else None for x, spec in zip(values, specs, strict=True)]
     out: list[Any] = [None] * len(values)
-    for members in buckets(nbytes, kinds, limit):
+    for members in bucketed(values, layouts, limit, specs):
         if len(members) == 1:
             (i,) = members
             out[i] = _within(specs[i], functools.partial(alone, layout=layouts[i]))(values[i])

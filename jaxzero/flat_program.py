@@ -179,16 +179,16 @@ def check_effects(jaxpr: Any, call: str) -> None:
                 "arguments. Fix: move it out of the loss (return what it needs as aux), or print with "
                 "jax.debug.print(...) without ordered=True."
             )
-        for inner in _inner(eqn):
+        for inner in inner_programs(eqn):
             check_effects(inner, call)
 
 
 def speaks_of_axes(jaxpr: Any) -> bool:
     """Whether a program traced inside a manual region tells values that vary from such that do not."""
-    return any(eqn.primitive.name == _CAST or any(map(speaks_of_axes, _inner(eqn))) for eqn in jaxpr.eqns)
+    return any(eqn.primitive.name == _CAST or any(map(speaks_of_axes, inner_programs(eqn))) for eqn in jaxpr.eqns)
 
 
-def _inner(eqn: Any) -> list[Any]:
+def inner_programs(eqn: Any) -> list[Any]:
     """The inner programs of an equation, open."""
     out = []
     for value in eqn.params.values():

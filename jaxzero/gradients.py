@@ -59,7 +59,7 @@ class Gradient:
     def _outside(self, params: Any, arrays: Any) -> tuple[Terms, Any]:
         """The global view: a region of the library's own around the loss."""
         setting = self.setting
-        program = self._program(arrays) if setting.split else None
+        program = self.program(arrays) if setting.split else None
         tree = self._aux_tree(program, arrays)
 
         def body(params: Any, arrays: Any, consts: Any) -> Any:
@@ -77,7 +77,7 @@ class Gradient:
         setting, trees = self.setting, []
         arrays = batches.fold(setting.arguments.arrays, arrays, setting.axes)
         if setting.split:
-            program = self._program(arrays)
+            program = self.program(arrays)
             trees.append(self._aux_tree(program, arrays))
             step = program.step(params, program.consts, True)
         else:
@@ -117,7 +117,7 @@ class Gradient:
 
         return step
 
-    def _program(self, arrays: Sequence[Any]) -> split_loss.GradientProgram:
+    def program(self, arrays: Sequence[Any]) -> split_loss.GradientProgram:
         """The gradient program at full parameter shapes and the shapes of one micro-step's examples."""
         return split_loss.trace(self._terms, self.setting, arrays, self._mean)
 

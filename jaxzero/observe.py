@@ -37,16 +37,33 @@ class Stacked:
 
 
 @dataclasses.dataclass(frozen=True)
+class Loss:
+    """The loss that was observed, for `Zero.plan`.
+
+    Attributes:
+      fn: The loss.
+      batch: The rest of its arguments, global and abstract.
+      whole_argnums: As for `value_and_grad`.
+    """
+
+    fn: Callable[..., Any]
+    batch: tuple[Any, ...]
+    whole_argnums: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
 class Observed:
     """What `observe` found, by key path.
 
     Attributes:
       order: Leaves in the order of their first use.
       unused: Leaves that the loss does not use.
+      loss: The loss; `None` where `observe` was called inside a user's `shard_map`.
     """
 
     order: tuple[Any, ...]
     unused: tuple[Any, ...]
+    loss: Loss | None = dataclasses.field(default=None, compare=False, repr=False)
 
 
 def observe(
@@ -66,10 +83,12 @@ def observe(
     order: dict[int, None] = {}
     stacked: dict[int, int] = {}
     _walk(flat, inputs, order, stacked, 0)
-    return _found(leaves, order, stacked, options)
+    given = jax.tree.map(lambda x: _local(x, 1), tuple(batch))
+    seen = None if manual else Loss(loss_fn, given, tuple(whole))
+    return _found(leaves, order, stacked, options, seen)
 
 
-def _found(leaves: Leaves, order: Any, stacked: Any, options: Options) -> tuple[Observed, Stacked]:
+def _found(leaves: Leaves, order: Any, stacked: Any, options: Options, loss: Loss | None) -> tuple[Observed, Stacked]:
     path = lambda i: leaves.leaves[i].path
     if not order:
         raise ValueError(
@@ -85,7 +104,7 @@ def _found(leaves: Leaves, order: Any, stacked: Any, options: Options) -> tuple[
             "leaf in its trace. Fix: drop these leaves, or unused='zero' (a zero gradient) or 'skip' (left untouched)."
         )
     deep = tuple((path(i), lead) for i, lead in sorted(stacked.items()) if lead)
-    return Observed(tuple(path(i) for i in order), unused), Stacked(deep, options.stacked)
+    return Observed(tuple(path(i) for i in order), unused, loss), Stacked(deep, options.stacked)
 
 
 def _local(x: Any, count: int) -> Any:

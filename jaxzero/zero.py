@@ -7,8 +7,10 @@ from typing import Any
 import optax
 
 from . import checks, placement, wrapper
+from . import plan as planning
 from .loss_methods import LossMethods
 from .partition import Report
+from .plan import Plan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -243,3 +245,38 @@ class Zero(LossMethods):
         """
         record, axes = wrapper.Calls(self, inner, False).record(params)
         return Report.of(record, axes.n)
+
+    def plan(
+        self,
+        params: Any,
+        inner: optax.GradientTransformation | None = None,
+        *,
+        accumulate: int = 1,
+        sync: str = "each",
+    ) -> Plan:
+        """What each device will hold and send: memory at rest at every stage, traffic per step and mesh axis.
+
+        Traces only: nothing is allocated, compiled or sent, and the mesh may be a `jax.sharding.AbstractMesh`. At
+        stage 3 traffic follows the loss that `observe` saw; without one each parameter is taken to be used once
+        forward and once backward.
+
+        Args:
+          params: Parameters, whole or split, concrete or abstract.
+          inner: The optimizer, not wrapped; without one its state is missing.
+          accumulate: As for `value_and_grad`.
+          sync: As for `value_and_grad`.
+
+        Returns:
+          A `Plan`: `print` it, or `to_dict()`, or `plot()`.
+
+        Raises:
+          ValueError: For parameters without leaves or with leaves that are no arrays, and as `value_and_grad`.
+
+        Examples:
+          >>> import jax, jax.numpy as jnp, optax, jaxzero
+          >>> zero = jaxzero.Zero(jax.sharding.AbstractMesh((8,), ("data",)), stage=2)
+          >>> plan = zero.plan({"w": jax.ShapeDtypeStruct((1024, 512), jnp.float32)}, optax.adamw(1e-3))
+          >>> [row.total for row in plan.at_rest]
+          [8388612, 4718596, 2883588, 1048580]
+        """
+        return planning.make(self._options, params, inner, accumulate, sync)

@@ -11,6 +11,7 @@ from .elementwise import EMPTY_MESH
 from .evaluate import run as run
 from .explain import Record as Record
 from .explain import Report as Report
+from .explain import size_text as size_text
 from .values import Context as Context
 from .values import Partial as Partial
 from .values import Split as Split

@@ -113,12 +113,13 @@ class Report:
         return _wire(self.gathers, self.n, 1)
 
     def __str__(self) -> str:
+        reduced, gathered = size_text(self.bytes_reduced), size_text(self.bytes_gathered)
         lines = [
             f"{self.local} equations on shares, {self.scalars} on scalars, "
             f"{sum(self.whole.values())} on whole arrays, over {self.n} devices",
-            f"{len(self.reductions)} values reduced across devices: {_size(self.bytes_reduced)} per device and step",
+            f"{len(self.reductions)} values reduced across devices: {reduced} per device and step",
             *_groups(self.reductions),
-            f"{len(self.gathers)} values gathered: {_size(self.bytes_gathered)} per device and step",
+            f"{len(self.gathers)} values gathered: {gathered} per device and step",
             *_groups(self.gathers),
         ]
         if self.whole:
@@ -131,11 +132,12 @@ def _wire(crossings: tuple[Crossing, ...], n: int, passes: int) -> int:
     return passes * sum(c.nbytes * c.times for c in crossings) * (n - 1) // n
 
 
-def _size(nbytes: int) -> str:
+def size_text(nbytes: float) -> str:
+    """Bytes as people read them: at most four digits and a decimal unit."""
     for unit in ("B", "kB", "MB"):
         if nbytes < 1000:
             return f"{nbytes:.4g} {unit}"
-        nbytes /= 1000  # type: ignore[assignment]
+        nbytes /= 1000
     return f"{nbytes:.4g} GB"
 
 

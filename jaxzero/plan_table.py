@@ -1,0 +1,177 @@
+"""How a plan is shown: tables of 100 columns, HTML, bars."""
+
+import io
+import re
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from .extras import need
+from .partition import size_text
+
+if TYPE_CHECKING:
+    from .plan import Plan, PlannedLeaf
+
+WIDTH = 100
+NAMES = ("unsharded", "stage 1", "stage 2", "stage 3")
+PARTS = {"parameters": "parameters", "gradients": "gradients", "state": "optimizer state"}
+
+
+def text(plan: "Plan") -> str:
+    """The tables as plain text."""
+    console = _console()
+    with console.capture() as capture:
+        console.print(*_tables(plan), sep="\n")
+    return "\n".join(line.rstrip() for line in capture.get().splitlines())
+
+
+def html(plan: "Plan") -> str:
+    """The tables as HTML."""
+    console = _console(record=True)
+    console.print(*_tables(plan), sep="\n")
+    return console.export_html(inline_styles=True, code_format="<pre style='line-height: normal'>{code}</pre>")
+
+
+def plot(plan: "Plan", ax: Any = None) -> Any:
+    """Stacked bars of memory at rest."""
+    if ax is None:
+        ax = need("matplotlib.pyplot", "plot", "plan.plot()").figure().subplots()
+    bottom = [0.0] * len(NAMES)
+    for part, label in PARTS.items():
+        heights = [getattr(row, part) / 1e9 for row in plan.at_rest]
+        ax.bar(NAMES, heights, bottom=bottom, label=label)
+        bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
+    for i, row in enumerate(plan.at_rest):
+        ax.text(i, bottom[i], size_text(row.total), ha="center", va="bottom")
+    ax.set_ylabel("GB per device at rest")
+    ax.set_title(_mesh(plan))
+    ax.legend()
+    return ax
+
+
+# --- tables --------------------------------------------------------------------------------------
+
+
+def _console(**options: Any) -> Any:
+    rich = need("rich.console", "cli", "printing a plan")
+    return rich.Console(width=WIDTH, file=io.StringIO(), highlight=False, **options)
+
+
+def _tables(plan: "Plan") -> Iterator[Any]:
+    yield f"stage {plan.stage}, {_mesh(plan)}"
+    yield _leaves(plan)
+    yield _at_rest(plan)
+    yield _traffic(plan)
+    yield from plan.notes
+
+
+def _mesh(plan: "Plan") -> str:
+    sizes = dict(plan.mesh)
+    named = lambda axes: " x ".join(f"{a}={sizes[a]}" for a in axes)
+    again = f", repeated over {named(plan.replica_axis)}" if plan.replica_axis else ""
+    return f"split over {named(plan.shard_axis)}{again}"
+
+
+def _table(title: str, columns: Sequence[str], left: int = 1) -> Any:
+    table = need("rich.table", "cli", "printing a plan")
+    box = need("rich.box", "cli", "printing a plan")
+    out = table.Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    for i, name in enumerate(columns):
+        out.add_column(name, justify="left" if i < left else "right", overflow="fold", no_wrap=i > 0)
+    return out
+
+
+def _leaves(plan: "Plan") -> Any:
+    transport = "chunk" if plan.stage == 3 else "bucket"
+    columns = ("leaf", "array", "layout", "x", "padding", "parameter", "gradient", "state", transport)
+    table = _table("bytes per device at rest, of all leaves in a row together", columns, left=3)
+    for name, rows in blocks(plan.leaves):
+        first, count = rows[0], len(rows)
+        numbers = sorted({n for row in rows if (n := row.chunk if plan.stage == 3 else row.bucket) is not None})
+        table.add_row(
+            _plain(name),
+            _plain(f"{_short(first.dtype)}[{','.join(map(str, first.shape))}]"),
+            first.layout,
+            str(count) if count > 1 else "",
+            str(first.padding or ""),
+            *(size_text(count * getattr(first, part)) for part in ("parameters", "gradients", "state")),
+            ranges(numbers),
+        )
+    if plan.other_state:
+        table.add_row("(other state)", *[""] * 6, size_text(plan.other_state), "")
+    return table
+
+
+def _at_rest(plan: "Plan") -> Any:
+    names = [name + (" *" if i == plan.stage else "") for i, name in enumerate(NAMES)]
+    table = _table("per device at rest (* this plan)", ("", *names))
+    for part, label in (PARTS | {"total": "total"}).items():
+        table.add_row(label, *(size_text(getattr(row, part)) for row in plan.at_rest))
+    return table
+
+
+def _traffic(plan: "Plan") -> Any:
+    table = _table("sent per device and step", ("phase", "mesh axes", "collective", "calls", "bytes"), left=3)
+    for row in plan.traffic:
+        table.add_row(row.phase, ", ".join(row.axes), row.kind, str(row.calls), size_text(row.nbytes))
+    table.add_row("total", "", "", str(sum(row.calls for row in plan.traffic)), size_text(plan.sent))
+    return table
+
+
+def _short(dtype: str) -> str:
+    """A dtype as JAX prints types: `bf16`, `i32`."""
+    return dtype.replace("float", "f").replace("int", "i").replace("complex", "c")
+
+
+def _plain(words: str) -> Any:
+    """Text in which brackets are brackets."""
+    return need("rich.text", "cli", "printing a plan").Text(words)
+
+
+# --- repeated blocks -----------------------------------------------------------------------------
+
+
+def blocks(leaves: Sequence["PlannedLeaf"]) -> list[tuple[str, list["PlannedLeaf"]]]:
+    """Leaves that differ in nothing but numbers in their paths, under one name, in order of the first.
+
+    Layers are `h/0/w` or `Block_0/Dense_0/kernel`, so any number in a path may count them.
+    """
+    groups: dict[Any, list[PlannedLeaf]] = {}
+    for leaf in leaves:
+        same = (leaf.shape, leaf.dtype, leaf.layout, leaf.padding, leaf.parameters, leaf.gradients, leaf.state)
+        groups.setdefault((_DIGITS.sub("#", leaf.path), *same), []).append(leaf)
+    return [(_name([leaf.path for leaf in group]), group) for group in groups.values()]
+
+
+_DIGITS = re.compile(r"\d+")
+
+
+def _name(paths: Sequence[str]) -> str:
+    """One name for paths that differ in numbers: `h/[0-11]/w`."""
+    numbers = zip(*(map(int, _DIGITS.findall(path)) for path in paths), strict=True)
+    seen = iter([sorted(set(column)) for column in numbers])
+
+    def show(found: re.Match[str]) -> str:
+        values = next(seen)
+        return found[0] if len(values) == 1 else f"[{ranges(values)}]"
+
+    return _DIGITS.sub(show, paths[0])
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """Sorted numbers, neighbours joined; many gaps are left out.
+
+    Examples:
+      >>> ranges([0, 1, 2, 3, 7])
+      '0-3,7'
+      >>> ranges([0, 2, 4, 6, 8])
+      '0..8'
+    """
+    spans: list[list[int]] = []
+    for n in numbers:
+        if spans and n == spans[-1][1] + 1:
+            spans[-1][1] = n
+        else:
+            spans.append([n, n])
+    if len(spans) > 3:
+        return f"{numbers[0]}..{numbers[-1]}"
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)

@@ -1,0 +1,126 @@
+"""How the leaves of a plan travel: who shares a bucket or a chunk, and what one step sends."""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from . import exchange, loss_call, placement, sent, stand_in, wrapper
+from .flat_program import Var
+from .gradients import Gradient
+from .layout import Layout
+from .losses import How
+from .mesh import Axes
+from .observe import Loss
+from .options import Options
+from .schedule import Schedule
+from .split_loss import GradientProgram, SplitProgram
+from .state import Leaf, Leaves
+from .synchronise import Mean
+
+CALL = "plan"
+
+
+def loss_of(options: Options, leaves: Leaves, how: How) -> Loss:
+    """The observed loss, without aux; else one that stands for it."""
+    seen = options.observed and options.observed.loss
+    if seen is None:
+        axes, _ = options.context(CALL)
+        return Loss(stand_in.loss(leaves), (stand_in.batch(axes.n * axes.r * how.accumulate),), ())
+    return Loss(lambda *args: jax.tree.leaves(seen.fn(*args))[0], seen.batch, seen.whole_argnums)
+
+
+# --- buckets and chunks --------------------------------------------------------------------------
+
+
+def buckets(options: Options, leaves: Leaves, axes: Axes) -> dict[Any, int]:
+    """Key path -> number of the collective that reduces its gradient; empty at stage 3, which has chunks."""
+    if options.stage == 3:
+        return {}
+    moving = [leaf for leaf in leaves.leaves if leaf.trainable and (options.stage == 1 or leaf.layout)]
+    wire = Mean(axes, options).wire
+    values = [jax.ShapeDtypeStruct(leaf.shape, wire(leaf.dtype)) for leaf in moving]
+    layouts = [leaf.cut if options.stage == 2 else Layout(leaf.shape, 1, "flat") for leaf in moving]
+    if options.stage == 1:  # the loss travels first
+        values, layouts = [jax.ShapeDtypeStruct((), jnp.float32), *values], [Layout((), 1, "flat"), *layouts]
+    groups = exchange.bucketed(values, layouts, options.bucket_bytes, [None] * len(values))
+    first = len(values) - len(moving)
+    return {moving[i - first].path: number for number, group in enumerate(groups) for i in group if i >= first}
+
+
+def chunks(program: SplitProgram, leaves: Leaves) -> dict[Any, int]:
+    """Key path -> number of the gather that brings it to its first use."""
+    first = len(program.consts)
+    inputs = program.plan.flat.inputs[first : first + len(leaves.leaves)]
+    held = dict(zip(inputs, leaves.leaves, strict=True))
+    out: dict[Any, int] = {}
+    for number, members in enumerate(_gathered(program.plan, held)):
+        for leaf in members:
+            out.setdefault(leaf.path, number)
+    order = {number: i for i, number in enumerate(sorted(set(out.values())))}
+    return {path: order[number] for path, number in out.items()}
+
+
+def _gathered(plan: Schedule, held: dict[Var, Leaf]) -> Iterator[list[Leaf]]:
+    """The leaves that each gather brings, in order; those in a scan's body in the place of the scan."""
+    after = {number: step for number, step in enumerate(plan.flat.steps) if step in plan.scans}
+    done = 0
+    for number in range(len(plan.flat.steps) + 1):
+        while done < len(plan.slots) and plan.slots[done].step <= number:
+            yield [held[u.source] for u in plan.slots[done].units]
+            done += 1
+        if number in after:
+            scan = plan.scans[after[number]]
+            inner = {v: held[outer] for v, outer in scan.outer.items()}
+            yield from _gathered(scan.body, inner)
+
+
+# --- bytes ---------------------------------------------------------------------------------------
+
+
+def at_rest(options: Options, leaves: Leaves) -> Any:
+    """Abstract parameters as they rest between steps."""
+    whole = leaves.unflatten([jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves.leaves])
+    return jax.eval_shape(lambda p: placement.shard(options, p, CALL), whole)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Watched(Gradient):
+    """A gradient that shows its program: when what is gathered (stage 3)."""
+
+    seen: list[SplitProgram]
+
+    def program(self, arrays: Sequence[Any]) -> GradientProgram:
+        """The program, as always."""
+        self.seen[:] = [program := super().program(arrays)]
+        return program
+
+
+def trace(
+    options: Options, leaves: Leaves, inner: optax.GradientTransformation | None, resting: Any, how: How
+) -> tuple[tuple[sent.Sent, ...], dict[Any, int]]:
+    """What one training step sends, and its chunks: read from the traces of `value_and_grad` and `apply` themselves.
+
+    Args:
+      options: The options.
+      leaves: The parameters.
+      inner: The optimizer; without one only the gather of new parameters is counted.
+      resting: Abstract parameters at rest.
+      how: How the loss is differentiated.
+
+    Returns:
+      What each device sends, by phase, axes and kind; the chunk of each key path, at stage 3.
+    """
+    loss, seen = loss_of(options, leaves, how), []  # type: Loss, list[SplitProgram]
+    run = lambda setting, params, arrays: _Watched(loss.fn, how, setting, seen)(params, arrays)
+    grad_fn = loss_call.wrap(CALL, options, loss.whole_argnums, True, run, how.accumulate)
+    backward, (_, grads) = jax.make_jaxpr(grad_fn, return_shape=True)(resting, *loss.batch)
+    tx: Any = wrapper.wrap(options, optax.sgd(0.0) if inner is None else inner, False)
+    apply = lambda g, s, p: tx.calls.update("apply", g, s, p, {})
+    update = jax.make_jaxpr(apply)(grads, tx.init(resting), resting)
+    sizes = dict(options.mesh.shape)
+    traffic = sent.total("gradient", backward.jaxpr, sizes) + sent.total("update", update.jaxpr, sizes)
+    return traffic, chunks(seen[0], leaves) if seen else {}
