@@ -13,9 +13,9 @@ from .losses import How
 from .mesh import path_text
 from .options import STAGES, Options
 from .partition import size_text
+from .plan_traffic import CALL
 from .sent import Sent
 from .state import Leaf, Leaves, is_key, leaves_of, owner
-from .plan_traffic import CALL
 
 
 @dataclasses.dataclass(frozen=True)
