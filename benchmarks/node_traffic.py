@@ -1,9 +1,8 @@
 """Bytes that enter one node in one gather of stage 3, flat and in hops, compiled for nodes of 8 GPUs.
 
-    python benchmarks/node_traffic.py TARGET_CONFIG
+    python benchmarks/node_traffic.py
 
-No GPU is needed, only `pip install "jax[cuda12]"` and the description of one: a text proto as XLA dumps it
-(`*.gpu_target_config.pbtxt` of `--xla_dump_to`), given as the argument or as $GPU_TARGET_CONFIG.
+No GPU is needed, only `pip install "jaxzero[cuda]"`.
 
 Counted in the compiled program: every group of a gather is taken as a ring that passes through the nodes of its
 devices in order, so a group of `g` devices in several nodes brings `(g-1)/g` of its result into each of them. Several
@@ -12,55 +11,50 @@ for `M` bytes over `p` devices, `k` in a node. A count that is more than 1 % off
 """
 
 import os
-import pathlib
 import sys
+from collections.abc import Iterable
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-import compiled
 import formulas
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxzero
+from jaxzero import Collective
 
 K = 8
 ROWS, COLUMNS = 4096, 4096
 
 
-def entering(rows: list[compiled.Collective], node: set[int]) -> float:
+def entering(rows: Iterable[Collective], node: set[int]) -> float:
     """Bytes that all gathers bring into the devices of one node from other nodes."""
     met = [(x, set(group)) for x in rows if x.kind == "all-gather" for group in x.groups]
     across = [(x, group) for x, group in met if node & group and group - node]
     return sum(x.times * x.nbytes * (len(group) - 1) / len(group) for x, group in across)
 
 
-def gathers(mesh: Mesh, hierarchical: bool) -> list[compiled.Collective]:
+def gathers(mesh: Mesh, hierarchical: bool) -> jaxzero.Collectives:
     """The collectives of a program that gathers one large parameter once."""
     zero = jaxzero.Zero(mesh, stage=3, shard_axis=("node", "local"), hierarchical=hierarchical)
     split = NamedSharding(mesh, P(("node", "local")))
     w = jax.ShapeDtypeStruct((ROWS, COLUMNS), jnp.float32, sharding=split)
     x = jax.ShapeDtypeStruct((mesh.size, ROWS), jnp.float32, sharding=split)
     run = jax.jit(zero.forward(lambda w, x: x @ w))
-    return compiled.collectives(run.lower(w, x).compile().as_text(), mesh.size)
+    return jaxzero.collectives(run.lower(w, x).compile())
 
 
-def main(target: str) -> int:
+def main() -> int:
     """Prints the table."""
-    config = pathlib.Path(target).read_text()
     M = ROWS * COLUMNS * 4
     wrong = 0
     print(f"jax {jax.__version__}; M = {M / 1e6:.1f} MB; k = {K} devices in a node; bytes into one node per gather")
     print(f"{'nodes':>5s} {'way':8s} {'formula':>12s} {'counted':>12s} {'less than flat':>15s}")
     for nodes in (2, 4):
         p = nodes * K
-        devices = topologies.get_topology_desc(
-            "any", platform="cuda", target_config=config, topology=f"{nodes}x{K}x1"
-        ).devices
-        mesh = Mesh(np.array(devices).reshape(nodes, K), ("node", "local"))
+        devices = jaxzero.topology("h100", nodes=nodes, per_node=K)
+        mesh = Mesh(devices.reshape(nodes, K), ("node", "local"))
         flat = None
         for hierarchical in (False, True):
             count = entering(gathers(mesh, hierarchical), set(range(K)))
@@ -73,7 +67,4 @@ def main(target: str) -> int:
 
 
 if __name__ == "__main__":
-    given = sys.argv[1] if len(sys.argv) > 1 else os.environ.get("GPU_TARGET_CONFIG")
-    if not given:
-        sys.exit("node_traffic: needs the path of a GPU target config; see --help in this file's first lines")
-    sys.exit(main(given))
+    sys.exit(main())

@@ -1,36 +1,32 @@
 """How many gathers of stage 3 hide behind matrix products, in the program that XLA schedules for GPUs.
 
-    python benchmarks/overlap.py TARGET_CONFIG [plain] [remat] [scan]
+    python benchmarks/overlap.py [plain] [remat] [scan]
 
-Compiles one training step of a 3.4 B-parameter GPT for 2 nodes of 8 GPUs. None is needed, only
-`pip install "jax[cuda12]"` and the description of the GPU: a text proto as XLA dumps it
-(`*.gpu_target_config.pbtxt` of `--xla_dump_to`), given as the first argument or as $GPU_TARGET_CONFIG.
+Compiles one training step of a 3.4 B-parameter GPT for 2 nodes of 8 H100. None is needed, only
+`pip install "jaxzero[cuda]"`.
 
 A gather is hidden if a matrix product stands between its `-start` and its `-done`, and XLA has not marked the
 pair as synchronous. Only large gathers are counted. What is scheduled before the first reduce-scatter of a
 computation is its forward pass. A loop's body counts once: `while` rows are bodies of scans.
 """
 
+import itertools
 import os
-import pathlib
-import re
 import sys
 import time
-from collections.abc import Iterator
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding
 
 import jaxzero
+from jaxzero import Collective, Collectives
 
 VOCAB, WIDTH, LAYERS, LENGTH, HEADS, PER_DEVICE = 32000, 4096, 16, 512, 8, 2
 LARGE = 4 * 2**20
-BYTES = {"f32": 4, "bf16": 2, "f16": 2}
 
 
 def model(stacked):
@@ -79,8 +75,8 @@ def loss_of(wrap):
     return loss
 
 
-def compiled_text(mesh, loss, params):
-    """The scheduled program of one training step with the default options."""
+def compiled(mesh, loss, params):
+    """The collectives of the scheduled program of one training step with the default options."""
     tokens = jax.ShapeDtypeStruct((mesh.size * PER_DEVICE, LENGTH + 1), jnp.int32)
     zero = jaxzero.Zero(mesh, stage=3).observe(loss, params, tokens)
     tx = zero.optimizer(optax.adamw(1e-4))
@@ -93,64 +89,36 @@ def compiled_text(mesh, loss, params):
         value, grads = zero.value_and_grad(loss)(params, tokens)
         return *zero.apply(tx, grads, state, params), value
 
-    return jax.jit(step, donate_argnums=(0, 1)).lower(at_rest(split), at_rest(state), tokens).compile().as_text()
+    program = jax.jit(step, donate_argnums=(0, 1)).lower(at_rest(split), at_rest(state), tokens).compile()
+    return jaxzero.collectives(program, mesh)
 
 
-def computations(text: str) -> Iterator[tuple[str, list[str]]]:
-    """The computations of a program: name and instructions, in the order in which they run."""
-    name, lines = "", list[str]()
-    for line in text.splitlines():
-        if line.startswith(("%", "ENTRY")) and line.endswith("{"):
-            name, lines = line.split()[0], []
-        elif line.startswith("}") and name:
-            yield name, lines
-            name = ""
-        elif name:
-            lines.append(line)
-
-
-def gathers(lines: list[str]) -> Iterator[tuple[str, bool, bool]]:
-    """Of each large gather of one computation: its pass, whether it is hidden, whether it is synchronous."""
-    products = [i for i, x in enumerate(lines) if re.search(r"%(gemm_fusion|cublas|dot)[\w.-]* = |\"__cublas", x)]
-    first = next((i for i, x in enumerate(lines) if " reduce-scatter-start(" in x), len(lines))
-    for start, line in enumerate(lines):
-        found = re.match(r"\s*(%[\w.-]+) = (.*) all-gather-start\(", line)
-        if not found or max(map(nbytes, re.findall(r"(?:f32|bf16|f16)\[[\d,]*\]", found[2])), default=0) < LARGE:
-            continue
-        done = next(i for i, x in enumerate(lines) if f" all-gather-done({found[1]})" in x)
-        waits = '"is_sync":true' in line
-        hidden = not waits and any(start < i < done for i in products)
-        yield ("forward" if start < first else "backward"), hidden, waits
-
-
-def nbytes(array: str) -> int:
-    """Bytes of an array as XLA writes it, `f32[16,4096]`."""
-    kind, _, dimensions = array[:-1].partition("[")
-    return BYTES[kind] * int(np.prod([int(d) for d in dimensions.split(",") if d]))
-
-
-def report(name: str, text: str) -> None:
+def report(name: str, found: Collectives) -> None:
     """Prints one row per computation and pass."""
-    for computation, lines in computations(text):
-        rows = list(gathers(lines))
-        where = "step" if computation == "ENTRY" else "while"
-        backward = where == "while" and any(" reduce-scatter-start(" in x for x in lines)
-        rows = [("backward" if backward else kind, *rest) for kind, *rest in rows]
-        for kind in ("forward", "backward"):
-            mine = [x for x in rows if x[0] == kind]
+    for _, rows in itertools.groupby(found, lambda x: x.computation):
+        forward, backward = _passes(list(rows))
+        for kind, mine in (("forward", forward), ("backward", backward)):
+            mine = [x for x in mine if x.kind == "all-gather" and x.nbytes >= LARGE]
             if mine:
-                hidden, waits = sum(x[1] for x in mine), sum(x[2] for x in mine)
+                where = "while" if mine[0].looped else "step"
+                hidden, waits = sum(x.hidden for x in mine), sum(x.distance is None for x in mine)
                 share = 100 * hidden / len(mine)
                 print(
                     f"{name:6s} {where:6s} {kind:9s} {len(mine):4d} {hidden:7d} {waits:12d} {share:6.0f} %", flush=True
                 )
 
 
-def main(config="", *rows):
+def _passes(rows: list[Collective]) -> tuple[list[Collective], list[Collective]]:
+    """The collectives of one computation that belong to the forward and to the backward pass."""
+    first = next((i for i, x in enumerate(rows) if x.kind == "reduce-scatter"), len(rows))
+    if rows[0].looped and first < len(rows):
+        first = 0
+    return rows[:first], rows[first:]
+
+
+def main(*rows):
     """Prints the table."""
-    target = pathlib.Path(config or os.environ["GPU_TARGET_CONFIG"]).read_text()
-    topology = topologies.get_topology_desc("any", platform="cuda", target_config=target, topology="2x8x1")
-    mesh = Mesh(np.array(topology.devices), ("data",))
+    mesh = Mesh(jaxzero.topology("h100:2x8"), ("data",))
     print(f"jax {jax.__version__}, {mesh.size} GPUs, gathers of at least {LARGE // 2**20} MB")
     print("model  where  pass      gathers  hidden  synchronous  hidden")
     same = lambda f: f
@@ -161,8 +129,8 @@ def main(config="", *rows):
     ):
         if not rows or name in rows:
             start = time.time()
-            report(name, compiled_text(mesh, loss_of(wrap), model(stacked)))
-            print(f"{name:6s} compiled in {time.time() - start:.0f} s", flush=True)
+            report(name, compiled(mesh, loss_of(wrap), model(stacked)))
+            print(f"{name:6s} in {time.time() - start:.0f} s", flush=True)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import jax
 
 jax.config.update("jax_num_cpu_devices", 8)
-import compiled
 import formulas
 import jax.numpy as jnp
 import numpy as np
@@ -113,7 +112,7 @@ def loss_fn(params: Any, x: Any) -> Any:
     return jnp.mean(jax.lax.scan(layer, x, params)[0] ** 2)
 
 
-def counted(schedule: Schedule) -> list[compiled.Collective]:
+def counted(schedule: Schedule) -> list[jaxzero.Collective]:
     """The collectives of one compiled training step."""
     sizes, names = schedule.mesh
     mesh = Mesh(np.array(jax.devices()[:N]).reshape(sizes), names, axis_types=(AxisType.Auto,) * len(names))
@@ -123,8 +122,8 @@ def counted(schedule: Schedule) -> list[compiled.Collective]:
         step, args = _replicated(mesh), (whole, jax.jit(optax.adamw(1e-3).init)(whole), x)
     else:
         step, args = _split(jaxzero.Zero(mesh, **schedule.options), whole, x, schedule.steps)
-    text = jax.jit(step, donate_argnums=(0, 1)).lower(*args).compile().as_text()
-    return [row for row in compiled.collectives(text, N) if row.nbytes > SCALARS]
+    program = jax.jit(step, donate_argnums=(0, 1)).lower(*args).compile()
+    return [row for row in jaxzero.collectives(program, mesh) if row.nbytes > SCALARS]
 
 
 def _split(zero: jaxzero.Zero, params: Any, x: Any, steps: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -173,10 +172,9 @@ class Row(NamedTuple):
 
 def rows(schedule: Schedule) -> list[Row]:
     """The schedule's promises beside the counts; what nobody promised is a row of its own."""
-    sizes = dict(zip(schedule.mesh[1], schedule.mesh[0], strict=True))
     found: dict[tuple[tuple[str, ...], str], float] = {}
     for x in counted(schedule):
-        key = (x.axes(sizes), x.kind)
+        key = (x.axes or (), x.kind)
         found[key] = found.get(key, 0.0) + x.sent
     out = []
     for sent in schedule.formula:

@@ -1,6 +1,10 @@
 """ZeRO for JAX: training state split over a mesh, for any Optax optimizer and any loss, as they are."""
 
+from .hlo import Collective as Collective
+from .hlo import Collectives as Collectives
+from .hlo import collectives as collectives
 from .layout import EvenSplit as EvenSplit
+from .memory import Memory as Memory
 from .plain import mics as mics
 from .plain import zero1 as zero1
 from .plain import zero2 as zero2

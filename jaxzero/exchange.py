@@ -6,6 +6,7 @@ travels alone and uncopied; smaller ones are joined: `[n, k]` blocks concatenate
 are transport: nothing is ever stored in them.
 """
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -113,6 +114,11 @@ def share(x: Array, layout: Layout, index: Array) -> Array:
 # --- many arrays ---------------------------------------------------------------------------------
 
 
+def leaf_scope(name: str) -> str:
+    """How a compiled program names what it does for one leaf; `hlo` reads it."""
+    return f"leaf({name})"
+
+
 def _within(spec: PartitionSpec | None, f: Callable[[Array], Array]) -> Callable[[Array], Array]:
     """`f` in a nested region, manual over the other mesh axes that shard this leaf.
 
@@ -149,7 +155,8 @@ def _joined(
     for members in bucketed(values, layouts, limit, specs):
         if len(members) == 1:
             (i,) = members
-            out[i] = _within(specs[i], functools.partial(alone, layout=layouts[i]))(values[i])
+            with jax.named_scope(leaf_scope(layouts[i].name)) if layouts[i].name else contextlib.nullcontext():
+                out[i] = _within(specs[i], functools.partial(alone, layout=layouts[i]))(values[i])
             continue
         parts = [block(values[i], layouts[i]) for i in members]
         sizes = [part.shape[-1] for part in parts]

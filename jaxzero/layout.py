@@ -31,6 +31,7 @@ class Layout:
       kind: ``"rows"`` (dimension `lead` is cut; it divides by `n`) or ``"flat"`` (the dimensions from
         `lead` on are ravelled, padded to a multiple of `n`, and cut).
       lead: The number of leading dimensions that are not cut.
+      name: The leaf it is for, if any: compiled programs name their collectives by it. No part of equality.
 
     Examples:
       >>> Layout((5, 3), 4, "flat").stored_shape
@@ -43,6 +44,7 @@ class Layout:
     n: int
     kind: Literal["rows", "flat"]
     lead: int = 0
+    name: str = dataclasses.field(default="", compare=False, repr=False)
 
     @property
     def length(self) -> int:
@@ -80,10 +82,10 @@ class Layout:
 
     def per_layer(self) -> "Layout":
         """The layout of one layer of a stacked leaf: the first dimension is gone."""
-        return Layout(self.shape[1:], self.n, self.kind, self.lead - 1)
+        return Layout(self.shape[1:], self.n, self.kind, self.lead - 1, self.name)
 
 
-def even_split(shape: Shape, n: int, lead: int = 0) -> Layout | None:
+def even_split(shape: Shape, n: int, lead: int = 0, name: str = "") -> Layout | None:
     """The layout of a parameter-like array of `shape`, or `None` where it stays whole.
 
     Scalars and empty arrays are whole, and so is a stacked leaf whose layers are scalars.
@@ -98,7 +100,7 @@ def even_split(shape: Shape, n: int, lead: int = 0) -> Layout | None:
     """
     if len(shape) <= lead or math.prod(shape) == 0:
         return None
-    return Layout(tuple(shape), n, "rows" if shape[lead] % n == 0 else "flat", lead)
+    return Layout(tuple(shape), n, "rows" if shape[lead] % n == 0 else "flat", lead, name)
 
 
 def default_split(shape: Shape, n: int) -> Layout | None:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .layout import EvenSplit, Layout, Shape, default_split, even_split, is_split
+from .mesh import path_text
 
 Path = tuple[Any, ...]
 
@@ -114,7 +115,7 @@ def leaves_of(tree: Any, n: int, stacked: Callable[[Path], int] | None, *, share
             lead = leading(stacked, path)
             if shares and not is_split(x) and len(shape) > lead:
                 shape = (*shape[:lead], shape[lead] * n, *shape[lead + 1 :])
-            leaf = Leaf(path, shape, dtype, even_split(shape, n, lead))
+            leaf = Leaf(path, shape, dtype, even_split(shape, n, lead, path_text(path)))
         out.append(leaf)
     return Leaves(tuple(out), structure)
 

@@ -7,8 +7,10 @@ from typing import Any
 import optax
 
 from . import checks, placement, wrapper
+from . import memory as remembering
 from . import plan as planning
 from .loss_methods import LossMethods
+from .memory import Memory
 from .partition import Report
 from .plan import Plan
 
@@ -280,3 +282,26 @@ class Zero(LossMethods):
           [8388612, 4718596, 2883588, 1048580]
         """
         return planning.make(self._options, params, inner, accumulate, sync)
+
+    def memory(self, compiled: Any) -> Memory:
+        """What a compiled program needs of each device's memory, as XLA says; sends nothing.
+
+        Args:
+          compiled: What `jax.jit(f).lower(*args).compile()` returned, for devices that are here or not.
+
+        Returns:
+          A `Memory`, in bytes per device; `print` it.
+
+        Raises:
+          ValueError: If `compiled` is no compiled program.
+
+        Examples:
+          >>> import jax, jax.numpy as jnp, jaxzero
+          >>> zero = jaxzero.Zero(jax.make_mesh((8,), ("data",)), stage=3)
+          >>> params = zero.shard({"w": jnp.ones((64, 64))})
+          >>> step = jax.jit(zero.value_and_grad(lambda p, x: jnp.mean((x @ p["w"]) ** 2)))
+          >>> memory = zero.memory(step.lower(params, jnp.ones((8, 64))).compile())
+          >>> memory.arguments  # an eighth of the parameters and of the batch
+          2304
+        """
+        return remembering.memory(compiled)

@@ -4,7 +4,6 @@ import re
 from typing import Any, NamedTuple
 
 import checks
-import compiled
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -33,8 +32,8 @@ class Row(NamedTuple):
 
 
 def collectives(text: str) -> list[Row]:
-    """All collectives of an optimized HLO text for 8 devices or fewer, those in loops and branches too."""
-    return [Row(x.kind, x.nbytes, len(x.groups[0]), x.times, x.looped) for x in compiled.collectives(text, 8)]
+    """All collectives of an optimized HLO text, those in loops and branches too."""
+    return [Row(x.kind, x.nbytes, len(x.groups[0]), x.times, x.looped) for x in jaxzero.collectives(text)]
 
 
 def count(rows: list[Row], kind: str, above: int = -1) -> int:

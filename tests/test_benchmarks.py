@@ -1,9 +1,8 @@
-"""The traffic table, the reader behind it, and the cost model of MiCS."""
+"""The traffic table, and the cost model of MiCS."""
 
 import argparse
 import re
 
-import compiled
 import formulas
 import mics_model
 import pytest
@@ -80,57 +79,6 @@ def test_table_of_traffic(monkeypatch, capsys):
     monkeypatch.setattr(traffic, "schedules", lambda: [some[0]._replace(formula=[])])
     assert traffic.main() == 1
     assert "off by more than 1 %" in capsys.readouterr().out
-
-
-GROUPS = {
-    "replica_groups={{0,4},{1,5},{2,6},{3,7}}": ((0, 4), (1, 5), (2, 6), (3, 7)),
-    "replica_groups={{0,1,2,3},{4,5,6,7}}": ((0, 1, 2, 3), (4, 5, 6, 7)),
-    "replica_groups=[2,4]<=[8]": ((0, 1, 2, 3), (4, 5, 6, 7)),
-    "replica_groups=[4,2]<=[2,4]T(1,0)": ((0, 4), (1, 5), (2, 6), (3, 7)),
-    "replica_groups=mesh['node'=2,'local'=4] {'node'}": ((0, 4), (1, 5), (2, 6), (3, 7)),
-    "replica_groups=mesh['node'=2,'local'=4] {'local'}": ((0, 1, 2, 3), (4, 5, 6, 7)),
-    "replica_groups=mesh['node'=2,'local'=4] {'node','local'}": (tuple(range(8)),),
-    "replica_groups={}": (tuple(range(8)),),
-}
-
-
-@pytest.mark.parametrize("text", GROUPS)
-def test_groups_in_every_way_of_printing_them(text):
-    line = f"ENTRY %main () -> f32[8] {{\n  %a = f32[8]{{0}} all-gather(%x), channel_id=1, {text}, dimensions={{0}}"
-    (found,) = compiled.collectives(line, 8)
-    assert found.groups == GROUPS[text]
-    size = len(found.groups[0])
-    assert (found.nbytes, found.sent) == (32, 32 * (size - 1) / size)
-    axes = {2: ("node",), 4: ("local",), 8: ("node", "local")}[size]
-    assert found.axes({"node": 2, "local": 4}) == axes
-
-
-PROGRAM = """\
-%inner (p: f32[4]) -> f32[4] {
-  %r = f32[4]{0} reduce-scatter(%p), replica_groups={{0,1,2,3},{4,5,6,7}}, dimensions={0}
-}
-%outer (p: f32[4]) -> f32[4] {
-  %w = f32[4] while(%p), condition=%test, body=%inner, backend_config={"known_trip_count":{"n":"3"}}
-}
-%taken (p: f32[4]) -> f32[4] {
-  %g = (f32[2]{0}, f32[16]{0}) all-gather-start(%p), replica_groups={{0,1,2,3,4,5,6,7}}, dimensions={0}
-}
-ENTRY %main (p: f32[4]) -> f32[4] {
-  %w = f32[4] while(%p), condition=%test, body=%outer, backend_config={"known_trip_count":{"n":"5"}}
-  %c = f32[16] conditional(%i, %p, %p), branch_computations={%taken, %other}
-  ROOT %s = (f32[8]{0}, bf16[8]{0}) all-reduce(%a, %b), replica_groups={{0,1}}
-}
-"""
-
-
-def test_loops_in_loops_branches_tuples_and_starts():
-    found = compiled.collectives(PROGRAM, 8)
-    assert [(x.kind, x.nbytes, x.times) for x in found] == [
-        ("reduce-scatter", 64, 15),
-        ("all-gather", 64, 1),
-        ("all-reduce", 48, 1),
-    ]
-    assert [x.sent for x in found] == [15 * 48, 56, 48]
 
 
 # --- the model -----------------------------------------------------------------------------------

@@ -1,7 +1,6 @@
 """hpZ: the backward pass gathers inside the node only, from what the forward pass fetched; the same numbers."""
 
 import checks
-import compiled
 import helpers
 import jax
 import jax.numpy as jnp
@@ -58,10 +57,9 @@ def gathers(zero, fn, *arguments):
     """Bytes of all gathers by mesh axis, each as often as it runs."""
     text = jax.jit(fn).lower(*arguments).compile().as_text()
     out: dict[tuple[str, ...], int] = {}
-    for x in compiled.collectives(text, zero.mesh.size):
+    for x in jaxzero.collectives(text, zero.mesh):
         if x.kind == "all-gather" and x.nbytes > 64:
-            axes = x.axes(dict(zero.mesh.shape))
-            out[axes] = out.get(axes, 0) + x.nbytes * x.times
+            out[x.axes] = out.get(x.axes, 0) + x.nbytes * x.times
     return out
 
 

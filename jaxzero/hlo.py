@@ -1,0 +1,214 @@
+"""The collectives of a compiled program: what is sent, over which axes, how often, and behind what it hides."""
+
+import dataclasses
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+
+from .hlo_text import Groups, Instruction, Program, axes, groups, parse, sizes, text_of
+
+GATHER, SCATTER, REDUCE = "all-gather", "reduce-scatter", "all-reduce"
+_OPS = re.compile(r"(all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute|ragged-all-to-all)(-start)?")
+#: The computations of TPU programs in which an all-reduce keeps one share of its result.
+_FUSED_SCATTER = re.compile(r"all-reduce-scatter")
+_BEGINS, _ENDS = 'custom_call_target="AsyncCollectiveStart"', 'custom_call_target="AsyncCollectiveDone"'
+_LEAF = re.compile(r"leaf\(([^\"]*?)\)(?=[/\")]|$)")
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """One collective of a compiled program.
+
+    Attributes:
+      kind: ``"all-gather"``, ``"reduce-scatter"``, ``"all-reduce"``, ``"all-to-all"``, ``"collective-permute"``.
+      nbytes: Bytes of its full operand: the result of an all-gather, all shares of a reduce-scatter.
+      axes: The mesh axes it runs over; `None` where no mesh is known.
+      groups: The devices that take part together, by their place in the mesh.
+      times: How often it runs in one call of the program.
+      looped: Whether it stands in the body of a loop.
+      computation: The computation of the program in which it stands: the entry, the body of a loop, ...
+      distance: Instructions between its start and its end; `None` where it waits: it is one instruction, or a pair
+        that XLA marks as synchronous.
+      hidden: Whether a matrix product stands between them.
+      leaf: The parameter it carries, by path, where the program says so: one that travels alone.
+    """
+
+    kind: str
+    nbytes: int
+    axes: tuple[str, ...] | None
+    groups: Groups
+    times: int
+    looped: bool
+    computation: str
+    distance: int | None
+    hidden: bool
+    leaf: str | None
+
+    @property
+    def sent(self) -> float:
+        """Bytes that each device sends in all its runs, as a ring does it."""
+        size = len(self.groups[0])
+        if self.kind == "collective-permute":
+            return float(self.times * self.nbytes)
+        return self.times * self.nbytes * (size - 1) / size * (2 if self.kind == REDUCE else 1)
+
+
+class Collectives(tuple[Collective, ...]):
+    """All collectives of a program, in the order of its text; `print` shows a table."""
+
+    __slots__ = ()
+
+    def sent(self, kind: str | None = None, axes: Iterable[str] | None = None, looped: bool | None = None) -> float:
+        """Bytes that each device sends in those of a kind, over exactly these axes, in loops or not."""
+        over = None if axes is None else set(axes)
+        return sum(
+            x.sent
+            for x in self
+            if kind in (None, x.kind)
+            and (over is None or set(x.axes or ()) == over)
+            and (looped is None or x.looped == looped)
+        )
+
+    def __str__(self) -> str:
+        rows = sorted(self, key=lambda x: -x.sent)
+        head = f"{'collective':18s} {'axes':14s} {'MB':>9s} times loop {'between':>7s} hidden leaf"
+        out = [head, *map(_row, rows)]
+        total = sum(x.times for x in self)
+        return "\n".join([*out, f"{total} collectives, {self.sent() / 1e6:.3f} MB sent by each device"])
+
+
+def _row(x: Collective) -> str:
+    over = "?" if x.axes is None else "+".join(x.axes)
+    between = "-" if x.distance is None else str(x.distance)
+    yes = lambda flag: "yes" if flag else "no"
+    size = f"{x.nbytes / 1e6:9.3f} {x.times:5d} {yes(x.looped):4s} {between:>7s} {yes(x.hidden):6s}"
+    return f"{x.kind:18s} {over:14s} {size} {x.leaf or ''}".rstrip()
+
+
+def collectives(compiled: Any, mesh: Mesh | AbstractMesh | None = None) -> Collectives:
+    """Every collective of a compiled program, read from its text; sends nothing.
+
+    Reads what XLA prints for CPUs, GPUs and TPUs. A collective in a loop counts once per turn, loops in loops
+    too; one in a branch of a conditional as if it were taken. TPU programs show some reduce-scatters as
+    all-reduces: those that XLA fuses with the slicing are recognised, those whose result is sliced later are not.
+
+    Args:
+      compiled: What `jax.jit(f).lower(*args).compile()` returned, or its `as_text()`.
+      mesh: The mesh that the program was compiled for, for `axes`; default: that of the program's arguments.
+
+    Returns:
+      A tuple of `Collective`, with `sent(kind, axes)`, that prints as a table.
+
+    Raises:
+      ValueError: If `compiled` has no text of a compiled program.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp, jaxzero
+      >>> zero = jaxzero.Zero(jax.make_mesh((8,), ("data",)))
+      >>> loss = lambda w, x: jnp.mean((x @ w) ** 2)
+      >>> step = jax.jit(zero.value_and_grad(loss)).lower(jnp.ones((64, 64)), jnp.ones((8, 64))).compile()
+      >>> found = jaxzero.collectives(step)
+      >>> [(x.kind, x.nbytes, x.axes) for x in found if x.nbytes > 4]
+      [('reduce-scatter', 16384, ('data',))]
+    """
+    program = parse(text_of("collectives", compiled))
+    known = mesh if mesh is not None else _mesh_of(compiled)
+    shape = None if known is None else dict(known.shape)
+    return Collectives(_found(program, shape))
+
+
+def _mesh_of(compiled: Any) -> Mesh | AbstractMesh | None:
+    """The mesh of the first argument or result that has one."""
+    for name in ("input_shardings", "output_shardings"):
+        for sharding in _leaves(getattr(compiled, name, None)):
+            if isinstance(sharding, NamedSharding):
+                return sharding.mesh
+    return None
+
+
+def _leaves(tree: Any) -> Iterator[Any]:
+    if isinstance(tree, dict):
+        tree = list(tree.values())
+    if isinstance(tree, (list, tuple)):
+        for x in tree:
+            yield from _leaves(x)
+    elif tree is not None:
+        yield tree
+
+
+def _found(program: Program, mesh: dict[str, int] | None) -> Iterator[Collective]:
+    for name, body in program.computations.items():
+        begins = any(_BEGINS in x.line for x in body)
+        for i, x in enumerate(body):
+            op = _OPS.fullmatch(x.op)
+            if op and not ("chain_id=" in x.line and not begins):  # the rest of one that began before
+                yield _one(program, mesh, name, i, op[1], bool(op[2]))
+
+
+def _one(
+    program: Program, mesh: dict[str, int] | None, computation: str, index: int, kind: str, started: bool
+) -> Collective:
+    x = program.computations[computation][index]
+    members = groups(x.line, program.devices)
+    parts = sizes(x.type)
+    if started and (kind != REDUCE or x.type.startswith("((")):  # operands stand before results
+        parts = parts[len(parts) // 2 :] if kind != "collective-permute" else parts[:1]
+    full = sum(parts) * (len(members[0]) if kind == SCATTER else 1)
+    if kind == REDUCE and _FUSED_SCATTER.search(computation):
+        kind = SCATTER
+    over = None if mesh is None else axes(members[0], mesh)
+    waits = '"is_sync":true' in x.line
+    between = None if waits else _between(program, computation, index, started)
+    return Collective(
+        kind,
+        full,
+        over,
+        members,
+        program.times(computation),
+        program.looped(computation),
+        computation,
+        None if between is None else len(between),
+        any(map(program.is_product, between or ())),
+        _leaf(x, len(parts)),
+    )
+
+
+def _between(program: Program, computation: str, index: int, started: bool) -> list[Instruction] | None:
+    """The instructions between the start of a collective and its end; `None` where it has no end of its own."""
+    body = program.computations[computation]
+    if started:
+        return _until(body, index, lambda y: y.op.endswith("-done"))
+    if not any(_BEGINS in y.line for y in body):
+        return None
+    for caller, *_ in program.callers.get(computation, ()):
+        outer = program.computations[caller]
+        start = next(i for i, y in enumerate(outer) if f"calls=%{computation}," in f"{y.line},")
+        ends = lambda y: any(_ENDS in z.line for c in _calls(y) for z in program.computations.get(c, ()))
+        return _until(outer, start, ends)
+    return None
+
+
+def _until(body: list[Instruction], start: int, ends: Any) -> list[Instruction] | None:
+    """The instructions after `start` up to the one that `ends` it: it uses the start, or what was made from it."""
+    made = {body[start].name}
+    for i in range(start + 1, len(body)):
+        y = body[i]
+        if made.isdisjoint(re.findall(r"%([\w.\-]+)", y.line.partition(y.op + "(")[2])):
+            continue
+        if ends(y):
+            return body[start + 1 : i]
+        made.add(y.name)
+    return None
+
+
+def _calls(x: Instruction) -> list[str]:
+    return re.findall(r"calls=%?([\w.\-]+)", x.line)
+
+
+def _leaf(x: Instruction, arrays: int) -> str | None:
+    """The leaf that stands in the name of a collective that carries one array."""
+    name = re.search(r'op_name="((?:[^"\\]|\\.)*)"', x.line)
+    found = _LEAF.findall(name[1]) if name and arrays == 1 else []
+    return found[-1] if found else None
