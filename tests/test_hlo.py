@@ -259,7 +259,7 @@ def test_memory_is_what_xla_says(mesh8):
     share = 64 * 64 * 4 // 8
     assert (memory.arguments, memory.outputs, memory.aliased) == (share, share, share)
     assert memory.total == share + memory.temporaries
-    assert str(memory).splitlines()[1].split() == ["arguments", "0.002", "MB"]
+    assert str(memory).splitlines()[1].split() == ["arguments", "2.048", "kB"]
     assert np.isfinite(memory.total)
 
 
