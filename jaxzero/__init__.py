@@ -5,11 +5,13 @@ from .hlo import Collectives as Collectives
 from .hlo import collectives as collectives
 from .layout import EvenSplit as EvenSplit
 from .memory import Memory as Memory
+from .loss_scale import dynamic_loss_scale as dynamic_loss_scale
 from .plain import mics as mics
 from .plain import zero1 as zero1
 from .plain import zero2 as zero2
 from .plain import zero3 as zero3
 from .topology import topology as topology
+from .precision import master_weights as master_weights
 from .zero import Zero as Zero
 
 __version__ = "0.1.0"

@@ -239,16 +239,16 @@ def wrapped(tx: Any, kind: type) -> None:
         )
 
 
-def inner_optimizer(inner: Any, kind: type) -> None:
+def inner_optimizer(inner: Any, kind: type, call: str = "optimizer") -> None:
     """Refuses what is no optimizer, and a wrapped one inside a wrapped one."""
     if isinstance(inner, kind):
         raise ValueError(
-            "optimizer: the inner optimizer is wrapped by jaxzero already. Expected a plain Optax "
+            f"{call}: the inner optimizer is wrapped by jaxzero already. Expected a plain Optax "
             "optimizer. Fix: wrap once, outermost."
         )
     if not (hasattr(inner, "init") and hasattr(inner, "update")):
         raise ValueError(
-            f"optimizer: inner is a {type(inner).__name__}. Expected an optax.GradientTransformation. "
+            f"{call}: inner is a {type(inner).__name__}. Expected an optax.GradientTransformation. "
             "Fix: for example zero.optimizer(optax.adamw(1e-3)); for optax.MultiSteps call its "
             ".gradient_transformation()."
         )

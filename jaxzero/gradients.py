@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from . import batches, dependence, losses, mesh, micro_steps, partition, split_loss
+from . import batches, dependence, loss_scale, losses, mesh, micro_steps, partition, split_loss
 from .loss_call import Setting, wrap
 from .losses import How
 from .micro_steps import Terms
@@ -31,8 +31,11 @@ def value_and_grad(
     fold_keys: bool,
 ) -> Callable[..., Any]:
     """See `Zero.value_and_grad`; the same function for the same arguments, so that caches work."""
-    run = functools.partial(_run, loss_fn, how)
-    return wrap(CALL, options, whole_argnums, fold_keys, run, how.accumulate)
+
+    def of(loss: Callable[..., Any]) -> Callable[..., Any]:
+        return wrap(CALL, options, whole_argnums, fold_keys, functools.partial(_run, loss, how), how.accumulate)
+
+    return loss_scale.with_scale(of(loss_fn), of(loss_scale.scaled(loss_fn, how)), how)
 
 
 def _run(loss_fn: Callable[..., Any], how: How, setting: Setting, params: Any, arrays: Any) -> Any:

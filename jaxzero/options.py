@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -34,6 +35,7 @@ class Options:
     hierarchical: bool | None = None
     bucket_bytes: int | None = BUCKET_BYTES
     reduce_dtype: Any = None
+    predivide: float | None = None
     stacked: Callable[[Any], int] | None = None
     prefetch: int = PREFETCH
     persist_bytes: int = PERSIST_BYTES
@@ -81,6 +83,8 @@ class Options:
             )
         if self.reduce_dtype is not None:
             _check_dtype(self.reduce_dtype)
+        if self.predivide is not None:
+            _check_divisor(self.predivide)
         if self.stacked is not None and not callable(self.stacked):
             raise ValueError(
                 f"Zero: stacked={self.stacked!r}. Expected a predicate on key paths or None. Fix: "
@@ -158,4 +162,13 @@ def _check_dtype(dtype: Any) -> None:
         raise ValueError(
             f"Zero: reduce_dtype={dtype!r}. Expected a floating dtype, or None for float32 (wider "
             "leaves keep their own). Fix: for example reduce_dtype=jnp.bfloat16."
+        )
+
+
+def _check_divisor(value: Any) -> None:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not (number and 0 < value < math.inf):
+        raise ValueError(
+            f"Zero: predivide={value!r}. Expected a positive number, or None: the number of summands in a narrow "
+            "reduce_dtype, 1 in others. Fix: for example predivide=8."
         )

@@ -28,7 +28,7 @@ class Mean:
 
     Attributes:
       axes: The mesh axes.
-      options: `reduce_dtype` and `bucket_bytes` are read.
+      options: `reduce_dtype`, `predivide` and `bucket_bytes` are read.
       steps: The number of micro-steps that are summed.
     """
 
@@ -45,19 +45,31 @@ class Mean:
         """The dtype in which values of `dtype` are summed."""
         return wire_dtype(dtype, self.options.reduce_dtype)
 
+    def before(self, wire: Any) -> float:
+        """What values are divided by before they are summed in the dtype `wire`; what is left comes after.
+
+        Unless the user says so: all of it for a narrow dtype, whose sum could overflow, and nothing for others.
+        """
+        if self.options.predivide is not None:
+            return self.options.predivide
+        return self.count if _narrow(wire) else 1
+
     def send(self, x: Array, dtype: Any = None) -> Array:
-        """To the wire of `dtype` (its own); a narrow one is divided first, so that the sum cannot overflow."""
+        """To the wire of `dtype` (its own)."""
         wire = self.wire(x.dtype if dtype is None else dtype)
-        return (x / self.count).astype(wire) if _narrow(wire) else x.astype(wire)
+        divisor = self.before(wire)
+        if divisor != 1:
+            x = x.astype(jnp.promote_types(x.dtype, wire)) / divisor
+        return x.astype(wire)
 
     def receive(self, x: Array, dtype: Any, weight: Array | None = None) -> Array:
-        """A sum of what `send` sent, divided by the count or the total weight, in `dtype` again."""
-        divided = _narrow(self.wire(dtype))
-        if weight is None:
-            return (x if divided else x / self.count).astype(dtype)
+        """A sum of what `send` sent, divided by the rest of the count or of the total weight, in `dtype` again."""
+        before = self.before(self.wire(dtype))
         x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        if weight is None:
+            return (x if before == self.count else x / (self.count / before)).astype(dtype)
         total = weight.astype(x.real.dtype)
-        mean = (x * self.count if divided else x) / jnp.where(total == 0, 1, total)
+        mean = (x if before == 1 else x * before) / jnp.where(total == 0, 1, total)
         return jnp.where(total == 0, jnp.zeros_like(mean), mean).astype(dtype)
 
     def first_hop(self, local: Sequence[Array], layouts: Sequence[Layout]) -> list[Array]:

@@ -43,6 +43,9 @@ class Zero(LossMethods):
       bucket_bytes: Leaves smaller than this travel together, in collectives of about this many bytes;
         `None`: every leaf alone. Numbers and storage do not depend on it.
       reduce_dtype: Dtype in which gradients are summed; `None`: float32, or a leaf's own if wider.
+      predivide: What gradients are divided by before they are summed; the rest of the division follows. `None`: the
+        whole number of summands where `reduce_dtype` has 16 bits, so that sums cannot overflow, and 1 elsewhere.
+        Small float16 gradients vanish when divided by it; about its square root is the usual middle way.
       stacked: A predicate on key paths: leaves whose leading axis counts layers, split inside each.
         `observe` finds them.
       prefetch: Stage 3: how many large gathers may run ahead of the computation; 0 takes least memory.

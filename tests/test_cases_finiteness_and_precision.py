@@ -1,4 +1,4 @@
-"""Open cases, group "finiteness and precision" (loss scale and master weights come with their own issue)."""
+"""Open cases, group "finiteness and precision"; JZ-035 and master weights are in their own files."""
 
 import checks
 import helpers
@@ -11,6 +11,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxzero
+from jaxzero.synchronise import Mean
 
 pytestmark = pytest.mark.grid(3)
 
@@ -85,6 +86,57 @@ def test_jz_055_reduce_dtype(setting, dtype):
     got = checks.update_inside(checks.make_zero(setting, reduce_dtype=dtype), optax.sgd(1.0), params, make)
     for x in jax.tree.leaves(got.params):
         np.testing.assert_allclose(np.asarray(x, np.float32), -20000.0, rtol=0 if dtype == jnp.float32 else 2**-7)
+
+
+@pytest.mark.parametrize("predivide", [None, 1, 8, 8**0.5])
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_jz_055_predivide(setting, predivide):
+    """Divided before, a float16 sum of 20000 stays finite; divided after, 3e-7 keeps its bits; in the middle, both."""
+    params = {"large": jnp.zeros(8, jnp.float16), "small": jnp.zeros(3, jnp.float16), "f": jnp.zeros(16)}
+    value = {"large": 20000.0, "small": float(np.float16(3e-7)), "f": 1.5}
+    make = lambda device, step: {k: jnp.full(x.shape, value[k], x.dtype) for k, x in params.items()}
+    zero = checks.make_zero(setting, reduce_dtype=jnp.float16, predivide=predivide)
+    devices = zero.mesh.size
+    got = checks.update_inside(zero, optax.sgd(1.0), params, make).params
+    np.testing.assert_allclose(got["f"], -1.5, rtol=2**-9)
+    overflows = (predivide or devices) < devices * 20000 / 65504
+    np.testing.assert_allclose(np.float32(got["large"]), -np.inf if overflows else -20000, rtol=2**-9)
+    np.testing.assert_allclose(np.float32(got["small"]), -value["small"], rtol={1: 0, 8**0.5: 0.2}.get(predivide, 0.7))
+
+
+def predivided_gradients(stage, predivide, **how):
+    """The mean gradient in float32, of which `predivide` must be no part."""
+    params, batch = {"a": normal(0, 13, 3), "s": jnp.float32(1.5)}, checks.quadratic_batches(1)[0]
+    mesh = helpers.make_mesh((2, 4), ("r", "s"))
+    zero = jaxzero.Zero(mesh, stage=stage, shard_axis="s", replica_axis="r", predivide=predivide)
+    batch_here = checks.place(batch, mesh, P(("r", "s")))
+    value, grads = zero.value_and_grad(checks.quadratic, **how)(zero.shard(params), batch_here)
+    helpers.close((value, checks.whole(grads)), jax.value_and_grad(checks.quadratic)(params, batch))
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("predivide", [3.0, 8])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_jz_055_predivide_divides_once_in_all(stage, predivide, accumulate):
+    predivided_gradients(stage, predivide, accumulate=accumulate)
+
+
+def test_jz_055_a_second_division_shows(monkeypatch):
+    """The mutation: the whole count after a sum of terms that were divided before."""
+
+    def receive(self, x, dtype, weight=None):
+        return (x / self.count).astype(dtype)
+
+    monkeypatch.setattr(Mean, "receive", receive)
+    predivided_gradients(2, None)
+    with pytest.raises(AssertionError):
+        predivided_gradients(2, 4)
+
+
+@pytest.mark.parametrize("predivide", [0, -1, float("inf"), float("nan"), True, "8"])
+def test_jz_055_a_wrong_predivide_is_refused(predivide):
+    with pytest.raises(ValueError, match=checks.saying("Zero: predivide=", "positive number, or None", "Fix:")):
+        jaxzero.Zero(predivide=predivide)
 
 
 @pytest.mark.parametrize("setting", SETTINGS)

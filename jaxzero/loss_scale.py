@@ -1,0 +1,207 @@
+"""Dynamic loss scaling: float16 gradients that neither vanish nor overflow.
+
+The loss is multiplied by a scale before it is differentiated, and the gradient divided by it before the optimizer
+sees it. The scale lives in the optimizer's state: it grows while gradients stay finite, and where one does not, the
+whole step is left out and the scale shrinks.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from . import checks
+from .losses import How
+from .programs import accepts
+from .wrapper import ShardedOptimizer
+
+
+class DynamicLossScaleState(NamedTuple):
+    """State of `dynamic_loss_scale`; all counters are the same on every device.
+
+    Attributes:
+      loss_scale: What the next loss is to be multiplied by, float32.
+      good_steps: Steps with finite gradients since the scale last changed, int32.
+      skipped_steps: Steps left out so far, int32.
+      inner_state: The state of the inner optimizer; a skipped step leaves it as it was.
+    """
+
+    loss_scale: Any
+    good_steps: Any
+    skipped_steps: Any
+    inner_state: Any
+
+
+def dynamic_loss_scale(
+    inner: optax.GradientTransformation,
+    *,
+    initial_scale: float = 2.0**15,
+    growth_interval: int = 2000,
+    growth_factor: float = 2.0,
+    backoff_factor: float = 0.5,
+    min_scale: float = 1.0,
+) -> optax.GradientTransformationExtraArgs:
+    """Divides gradients by the loss scale in the state, skips steps that are not finite, and adapts the scale.
+
+    Scale the loss with the same number: `grad_fn(params, batch, loss_scale=state.loss_scale)` of
+    `zero.value_and_grad` does it and returns the true loss; elsewhere multiply the loss by hand. Gradients are
+    divided in float32 by the scale that made them, so norms and clipping inside `inner` see the true gradient; the new
+    scale is for the next step.
+
+    If any element of any gradient is infinite or NaN, nothing moves: updates are zero, the inner state stays, so
+    schedules do not advance, and the scale is multiplied by `backoff_factor`. The gradients are those of the whole
+    program, so the decision is one for all devices. After `growth_interval` finite steps in a row the scale is
+    multiplied by `growth_factor`.
+
+    It is plain Optax. With float16 parameters keep master weights, in either order:
+    `zero.optimizer(jaxzero.dynamic_loss_scale(jaxzero.master_weights(optax.chain(clip, adamw))))`. Inside
+    `zero.optimizer` the finite check sends one number per device.
+
+    Args:
+      inner: Any Optax optimizer.
+      initial_scale: The first scale.
+      growth_interval: Finite steps in a row before the scale grows.
+      growth_factor: By what it grows, above 1.
+      backoff_factor: By what it shrinks after a skipped step, between 0 and 1.
+      min_scale: It never shrinks below this.
+
+    Returns:
+      An `optax.GradientTransformationExtraArgs` with a `DynamicLossScaleState`. Updates of float16 parameters are
+      float32 unless `inner` says otherwise.
+
+    Raises:
+      ValueError: For a number out of range, or an optimizer wrapped by jaxzero already.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp, optax, jaxzero
+      >>> zero = jaxzero.Zero(jax.make_mesh((8,), ("data",)))
+      >>> tx = zero.optimizer(jaxzero.dynamic_loss_scale(jaxzero.master_weights(optax.sgd(0.25))))
+      >>> params = jnp.ones(16, jnp.float16)
+      >>> state = tx.init(params)
+      >>> loss_fn = lambda p, x: jnp.mean(x * p.sum())
+      >>> grad_fn = zero.value_and_grad(loss_fn)
+      >>> batch = jnp.full(8, 2.0)
+      >>> loss, grads = grad_fn(params, batch, loss_scale=state.loss_scale)
+      >>> params, state = zero.apply(tx, grads, state, params)  # 2 x 32768 is too much for float16
+      >>> float(loss), float(state.loss_scale), int(state.skipped_steps), float(params[0])
+      (32.0, 16384.0, 1, 1.0)
+      >>> loss, grads = grad_fn(params, batch, loss_scale=state.loss_scale)
+      >>> params, state = zero.apply(tx, grads, state, params)
+      >>> int(state.skipped_steps), float(params[0])
+      (1, 0.5)
+
+    References:
+      Micikevicius et al., "Mixed Precision Training", 2018, section 3.2.
+    """
+    checks.inner_optimizer(inner, ShardedOptimizer, "dynamic_loss_scale")
+    _check(initial_scale, growth_interval, growth_factor, backoff_factor, min_scale)
+
+    def init(params: Any) -> DynamicLossScaleState:
+        zero = jnp.zeros((), jnp.int32)
+        return DynamicLossScaleState(jnp.float32(initial_scale), zero, zero, inner.init(params))
+
+    def update(grads: Any, state: DynamicLossScaleState, params: Any = None, **extra: Any) -> Any:
+        scale, finite = state.loss_scale, all_finite(grads)
+        extra = {name: value for name, value in extra.items() if accepts(inner, name)}
+        updates, inner_state = inner.update(unscaled(grads, scale, finite), state.inner_state, params, **extra)
+        updates = jax.tree.map(lambda u: jnp.where(finite, u, jnp.zeros_like(u)), updates)
+        inner_state = jax.tree.map(lambda new, old: _choose(finite, new, old), inner_state, state.inner_state)
+        good = jnp.where(finite, state.good_steps + 1, 0)
+        grown = scale * growth_factor
+        grows = finite & (good >= growth_interval) & jnp.isfinite(grown)
+        shrunk = jnp.maximum(scale * backoff_factor, min_scale)
+        return updates, DynamicLossScaleState(
+            jnp.where(grows, grown, jnp.where(finite, scale, shrunk)),
+            jnp.where(grows, 0, good),
+            state.skipped_steps + jnp.where(finite, 0, 1),
+            inner_state,
+        )
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def all_finite(grads: Any) -> Any:
+    """Whether no element is infinite or NaN."""
+    leaves = [x for x in jax.tree.leaves(grads) if _floating(x)]
+    return jnp.all(jnp.array([jnp.all(jnp.isfinite(x)) for x in leaves]))
+
+
+def unscaled(grads: Any, scale: Any, finite: Any) -> Any:
+    """The gradients without the scale; zeros where the step is skipped, so that `inner` meets no NaN."""
+
+    def divided(g: Any) -> Any:
+        g = g.astype(jnp.promote_types(g.dtype, jnp.float32)) / scale
+        return jnp.where(finite, g, jnp.zeros_like(g))
+
+    return jax.tree.map(lambda g: divided(g) if _floating(g) else g, grads)
+
+
+def _floating(x: Any) -> bool:
+    return bool(jnp.issubdtype(jnp.result_type(x), jnp.inexact))
+
+
+def _choose(finite: Any, new: Any, old: Any) -> Any:
+    """The new state or the old, in the dtype of the old: gradients are wider here than `inner` may expect."""
+    dtype = jnp.result_type(old)
+    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        return jnp.where(finite, new, old)
+    return jnp.where(finite, jnp.asarray(new).astype(dtype), old)
+
+
+def _check(initial_scale: Any, growth_interval: Any, growth_factor: Any, backoff_factor: Any, min_scale: Any) -> None:
+    number = lambda x: isinstance(x, (int, float, np.number)) and not isinstance(x, bool) and np.isfinite(x)
+    ranges = {
+        "initial_scale": (initial_scale, lambda x: x > 0, "a positive number"),
+        "growth_interval": (growth_interval, lambda x: x >= 1 and x == int(x), "a positive int"),
+        "growth_factor": (growth_factor, lambda x: x > 1, "a number above 1"),
+        "backoff_factor": (backoff_factor, lambda x: 0 < x < 1, "a number between 0 and 1"),
+        "min_scale": (min_scale, lambda x: 0 < x <= initial_scale, "a positive number, initial_scale at most"),
+    }
+    for name, (value, fits, expected) in ranges.items():
+        if not (number(value) and fits(value)):
+            raise ValueError(
+                f"dynamic_loss_scale: {name}={value!r}. Expected {expected}. Fix: leave it out for the default."
+            )
+
+
+# --- the loss ------------------------------------------------------------------------------------
+
+
+def scaled(loss_fn: Callable[..., Any], how: How) -> Callable[..., Any]:
+    """The loss times a scale, which is one more argument, the last."""
+
+    @functools.wraps(loss_fn)
+    def times_scale(params: Any, *arguments: Any) -> Any:
+        *batch, scale = arguments
+        out = loss_fn(params, *batch)
+        value, *aux = out if how.has_aux else (out,)
+        times = lambda x: x.astype(jnp.promote_types(x.dtype, scale.dtype)) * scale
+        value = (times(value[0]), *value[1:]) if how.weighted else times(value)
+        return (value, *aux) if how.has_aux else value
+
+    return times_scale
+
+
+def with_scale(plain: Callable[..., Any], times_scale: Callable[..., Any], how: How) -> Callable[..., Any]:
+    """`grad_fn(params, *batch, loss_scale=None)`: gradients of the scaled loss, and the loss without the scale."""
+
+    def grad_fn(params: Any, *batch: Any, loss_scale: Any = None) -> Any:
+        if loss_scale is None:
+            return plain(params, *batch)
+        if np.shape(loss_scale) or not jnp.issubdtype(jnp.result_type(loss_scale), jnp.floating):
+            raise ValueError(
+                f"value_and_grad: loss_scale has shape {np.shape(loss_scale)} and dtype "
+                f"{jnp.result_type(loss_scale)}. Expected a floating scalar. Fix: loss_scale=state.loss_scale of "
+                "jaxzero.dynamic_loss_scale."
+            )
+        scale = jnp.asarray(loss_scale)
+        out, grads = times_scale(params, *batch, scale)
+        value, *aux = out if how.has_aux else (out,)
+        value = value / scale
+        return ((value, *aux) if how.has_aux else value), grads
+
+    return grad_fn
