@@ -10,8 +10,8 @@ from .plain import mics as mics
 from .plain import zero1 as zero1
 from .plain import zero2 as zero2
 from .plain import zero3 as zero3
-from .topology import topology as topology
 from .precision import master_weights as master_weights
+from .topology import topology as topology
 from .zero import Zero as Zero
 
 __version__ = "0.1.0"

@@ -145,7 +145,7 @@ def test_growth_and_back_off():
     assert scales((), initial_scale=2.0**127, growth_interval=1) == [2.0**127] * 8, "it never becomes infinite"
 
 
-@pytest.mark.grid(4)
+@pytest.mark.grid(7)
 @pytest.mark.parametrize("order", ["scale(master)", "master(scale)"])
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_equals_the_unsharded_run(setting, order):
@@ -190,7 +190,8 @@ def test_narrow_parameters_without_master_weights():
 # --- the loss ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.grid(2)
+@pytest.mark.parametrize("stage", [3, 2])
 def test_the_scaled_loss(stage):
     """The loss comes back without the scale, aux was never scaled, gradients carry it: in every mode."""
     zero = make_zero(f"stage {stage}")

@@ -99,7 +99,7 @@ def assert_rounded(params, state):
 # --- equal to the unsharded run ------------------------------------------------------------------
 
 
-@pytest.mark.grid(23)
+@pytest.mark.grid(41)
 @pytest.mark.parametrize("name", INNER)
 @pytest.mark.parametrize("way", ["apply", "update"])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
@@ -114,7 +114,7 @@ def test_equals_the_unsharded_run(setting, dtype, way, name):
     assert_rounded(want_params, want_state)
 
 
-@pytest.mark.grid(4)
+@pytest.mark.grid(7)
 @pytest.mark.parametrize("way", ["inside, update", "inside, apply", "value_and_grad, apply"])
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_training_on_a_loss_inside_and_outside(setting, way):
@@ -141,7 +141,7 @@ def wrap(name):
     }[name]()
 
 
-@pytest.mark.grid(5)
+@pytest.mark.grid(7)
 @pytest.mark.parametrize("setting", ["stage 2", "stage 3"])
 @pytest.mark.parametrize(
     "name", ["clip outside", "named", "masked", "partition", "MultiSteps", "around MultiSteps", "around masked"]
@@ -154,6 +154,7 @@ def test_inside_any_chain(name, setting):
     checks.assert_params_equal(got.params, want_params, rtol=2**-7)
 
 
+@pytest.mark.slow
 def test_lookahead_and_extra_arguments(mesh8):
     """Parameters in pairs, whose gradients are single; a value that the inner optimizer asks for."""
     zero = jaxzero.Zero(mesh8)
@@ -171,7 +172,8 @@ def test_lookahead_and_extra_arguments(mesh8):
 # --- nothing is lost, nothing is kept twice ------------------------------------------------------
 
 
-@pytest.mark.parametrize("setting", ["stage 1", "stage 3"])
+@pytest.mark.grid(2)
+@pytest.mark.parametrize("setting", ["stage 3", "stage 1"])
 def test_tiny_updates_are_not_lost(setting):
     """A hundred updates of 10^-4: each is less than half of the last bit of a bfloat16 one."""
     ones = jax.tree.map(jnp.ones_like, mixed())
@@ -183,6 +185,7 @@ def test_tiny_updates_are_not_lost(setting):
     assert ones["s"] - jnp.bfloat16(1e-4) == 1, "without a copy nothing moves: else the test would show nothing"
 
 
+@pytest.mark.slow
 def test_the_run_is_that_of_float32():
     """The inner optimizer sees float32 only: on gradients given in bfloat16 the masters are a float32 run."""
     wide = lambda tree: jax.tree.map(lambda x: x.astype(jnp.float32), tree)
@@ -212,6 +215,7 @@ def test_rounding_is_exact_whatever_the_step(dtype, compiled):
         assert np.max(np.abs(np.float64(state.master) - exact) / scale) <= 2.0**-23
 
 
+@pytest.mark.grid(4)
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_copies_are_split_and_only_of_narrow_parameters(setting):
     zero = make_zero(setting)
