@@ -4,8 +4,8 @@ from .hlo import Collective as Collective
 from .hlo import Collectives as Collectives
 from .hlo import collectives as collectives
 from .layout import EvenSplit as EvenSplit
-from .memory import Memory as Memory
 from .loss_scale import dynamic_loss_scale as dynamic_loss_scale
+from .memory import Memory as Memory
 from .plain import mics as mics
 from .plain import zero1 as zero1
 from .plain import zero2 as zero2
