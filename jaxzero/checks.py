@@ -9,9 +9,23 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding
 
+from . import boxes
 from .layout import is_split
 from .mesh import Axes, path_text, varying
+from .options import Options
 from .state import Leaf, Leaves, StateLeaf, shape_dtype
+
+
+def parameters(call: str, options: Options, params: Any) -> None:
+    """Refuses leaves that are no arrays, and boxes that name axes which are not this `Zero`'s."""
+    for path, x in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_split):
+        if not hasattr(x, "dtype") and not isinstance(x, (bool, int, float, complex)):
+            raise ValueError(
+                f"{call}: parameter leaf {path_text(path)!r} is a {type(x).__name__}. Expected an array or a number. "
+                "Fix: keep it out of the parameters; of an Equinox module take eqx.partition(module, "
+                "eqx.is_inexact_array)[0] and combine inside the loss."
+            )
+    boxes.check(call, options, params)
 
 
 def same_leaves(call: str, grads: Any, params: Any) -> None:
@@ -106,14 +120,18 @@ def _ending(leaf: Leaf, params: Leaves) -> Leaf:
     return next(ends)
 
 
+#: What to do about parameters that do not rest as this `Zero` says.
+RESHARD = "params = zero.shard(params) with this Zero; if another one has split them, zero.gather with that one first."
+
+
 def stored_shape(call: str, what: str, path: Any, shape: Any, wanted: Any, n: int) -> None:
     """Refuses a stored array of another length: it was split for another number of devices."""
     if tuple(shape) != tuple(wanted):
+        fix = RESHARD if what == "parameter" else "use the Zero that made it, or start from tx.init(params)."
         raise ValueError(
             f"{call}: {what} leaf {path_text(path)!r} has shape {tuple(shape)}; expected "
             f"{tuple(wanted)}, its layout over {n} devices. It belongs to another layout (mesh size, "
-            "stage, stacked=) or another model. Fix: use the Zero that made it, or start from "
-            "tx.init(params)."
+            f"stage, stacked=) or another model. Fix: {fix}"
         )
 
 

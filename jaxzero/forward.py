@@ -10,6 +10,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from . import batches, dependence, losses, mesh, split_loss
+from .boxes import opened
 from .loss_call import Setting, wrap
 from .mesh import path_text
 from .options import Options
@@ -27,8 +28,8 @@ def forward(
 
 
 def _run(fn: Callable[..., Any], setting: Setting, params: Sequence[Any], arrays: Sequence[Any]) -> Any:
-    rebuild = setting.arguments.rebuild
-    program = split_loss.trace_forward(lambda p, b: fn(setting.leaves.unflatten(p), *rebuild(b)), setting, arrays)
+    call = lambda p, b: fn(opened(setting.leaves.unflatten(p)), *setting.arguments.rebuild(b))
+    program = split_loss.trace_forward(call, setting, arrays)
     marks = [False] * len(setting.leaves.leaves) + setting.dealt
     differs = dependence.depends(program.program.jaxpr, marks, setting.axes.every)
     kinds = _kinds(program.program.out, differs, setting, arrays)

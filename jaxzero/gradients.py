@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from . import batches, dependence, loss_scale, losses, mesh, micro_steps, partition, split_loss
+from .boxes import opened
 from .loss_call import Setting, wrap
 from .losses import How
 from .micro_steps import Terms
@@ -99,7 +100,7 @@ class Gradient:
             merged = list(params)
             for i, x in zip(trainable, values, strict=True):
                 merged[i] = x
-            out = self.loss_fn(leaves.unflatten(merged), *self.setting.arguments.rebuild(arrays))
+            out = self.loss_fn(opened(leaves.unflatten(merged)), *self.setting.arguments.rebuild(arrays))
             value, weight, aux = losses.check(CALL, out, self.how)
             return value, (weight, aux)
 
@@ -193,7 +194,7 @@ class Gradient:
         if not self.how.has_aux:
             return jax.tree.structure(None)
         leaves, rebuild = setting.leaves, setting.arguments.rebuild
-        aux_of = lambda p, b: losses.check(CALL, self.loss_fn(leaves.unflatten(p), *rebuild(b)), self.how)[2]
+        aux_of = lambda p, b: losses.check(CALL, self.loss_fn(opened(leaves.unflatten(p)), *rebuild(b)), self.how)[2]
         traced = partition.trace(
             aux_of, setting.abstract_params, setting.abstract_batch(arrays), axis_env=setting.axis_env
         )

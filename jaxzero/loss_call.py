@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from . import batches, mesh
+from . import batches, checks, mesh
 from .batches import Arguments
 from .layout import is_split
 from .mesh import Axes, path_text
@@ -144,6 +144,7 @@ def wrap(
 
 
 def _parameters(call: str, params: Any, axes: Axes, options: Options, manual: bool) -> Leaves:
+    checks.parameters(call, options, params)
     split = options.stage == 3
     leaves = leaves_of(params, axes.n, options.stacked, shares=split and manual)
     for leaf, x in zip(leaves.leaves, jax.tree.leaves(params, is_leaf=is_split), strict=True):
@@ -159,7 +160,7 @@ def _parameters(call: str, params: Any, axes: Axes, options: Options, manual: bo
             raise ValueError(
                 f"{call}: parameter leaf {path_text(leaf.path)!r} has stored shape {np.shape(bare(x))}; at stage 3 "
                 f"expected {wanted}, its share layout over {axes.n} devices. It is whole, or split for another mesh or "
-                "stage. Fix: params = zero.shard(params) with this Zero."
+                f"stage. Fix: {checks.RESHARD}"
             )
     return leaves
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from . import partition
 from ._compat import open_program, scan_parts
+from .boxes import opened
 from .flat_program import Flat, Var, flatten
 from .mesh import path_text
 from .options import Options
@@ -77,7 +78,7 @@ def observe(
     counts = (1 if i in whole else count for i in range(1, len(batch) + 1))
     local = [jax.tree.map(lambda x, n=n: _local(x, n), b) for n, b in zip(counts, batch, strict=True)]
     env = list(zip(axes.every, axes.sizes, strict=True))
-    program = partition.trace(lambda p, b: loss_fn(leaves.unflatten(p), *b), known, local, axis_env=env)
+    program = partition.trace(lambda p, b: loss_fn(opened(leaves.unflatten(p)), *b), known, local, axis_env=env)
     flat = flatten(program.jaxpr, program.consts)
     inputs = dict(zip(flat.inputs[: len(known)], range(len(known)), strict=True))
     order: dict[int, None] = {}

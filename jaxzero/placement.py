@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from . import entry, exchange, mesh, partition
+from . import checks, entry, exchange, mesh, partition
 from .layout import EvenSplit, Layout, even_split, is_split
 from .mesh import Axes, path_text
 from .options import Options
@@ -28,11 +28,14 @@ def born(options: Options, init_fn: Callable[..., Any], *args: Any) -> Any:
     if options.stage < 3:
         if mesh.is_traced(args):
             return shard(options, init_fn(*args), "init")
-        return jax.jit(init_fn, out_shardings=NamedSharding(options.mesh, P()))(*args)
+        params = jax.jit(init_fn, out_shardings=NamedSharding(options.mesh, P()))(*args)
+        checks.parameters("init", options, params)
+        return params
     axes, _ = options.context("init")
     arrays, tree = jax.tree.flatten(args)
     avals = [jax.ShapeDtypeStruct(*shape_dtype(x)) for x in arrays]
     program = partition.trace(lambda xs: init_fn(*jax.tree.unflatten(tree, xs)), avals)
+    checks.parameters("init", options, program.out)
     leaves = leaves_of(program.out, axes.n, options.stacked)
     layouts = [leaf.layout for leaf in leaves.leaves]
 
@@ -53,6 +56,7 @@ def shard(options: Options, params: Any, call: str = "shard") -> Any:
     """Every leaf as it rests: replicated over the mesh, or at stage 3 cut."""
     _outside(options, call)
     axes, _ = options.context(call)
+    checks.parameters(call, options, params)
     leaves = leaves_of(params, axes.n, options.stacked)
     out = []
     for leaf, x in zip(leaves.leaves, jax.tree.leaves(params, is_leaf=is_split), strict=True):

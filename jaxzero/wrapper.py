@@ -64,6 +64,7 @@ class Calls:
     def init(self, params: Any) -> Any:
         """Optimizer state, born split."""
         axes, manual = self.options.context("init")
+        checks.parameters("init", self.options, params)
         leaves, arrays = self._leaves("init", params, axes, manual and self.options.stage == 3)
         split = self._split_params("init", leaves, arrays, manual)
 

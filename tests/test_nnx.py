@@ -1,0 +1,200 @@
+"""Flax NNX: every kind of model, trained at every stage, equals the unsharded `nnx.Optimizer` run."""
+
+import functools
+
+import checks
+import helpers
+import hlo
+import jax
+import jax.numpy as jnp
+import nnx_models as models
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxzero
+
+SGD = optax.sgd(0.1, momentum=0.9)
+
+#: What runs by default; the rest of the thirty pairs is marked slow.
+QUICK = {("BatchNorm", "stage 3"), ("Dropout", "stage 2"), ("scan", "MiCS, stage 3")}
+
+
+def grid(quick, cases, settings):
+    """Every pair of case and setting; those not in `quick` are slow."""
+    pairs = [(case, setting) for case in cases for setting in settings]
+    return [pytest.param(*p, marks=[] if p in quick else pytest.mark.slow) for p in pairs]
+
+
+@pytest.mark.parametrize(
+    ("case", "setting"),
+    grid({("shared", "stage 1")}, ["BatchNorm", "LoRA", "scan", "shared"], ["stage 1", "stage 2", "MiCS"]),
+)
+def test_a_wrapped_optimizer_is_all_it_takes(case, setting):
+    case, zero = models.CASES[case], models.make_zero(setting)
+    models.compare(models.plain(case, SGD, zero), models.unsharded(case, SGD))
+
+
+@pytest.mark.parametrize(("case", "setting"), grid(QUICK, models.CASES, models.SETTINGS))
+def test_split_and_merge(case, setting):
+    case, zero = models.CASES[case], models.make_zero(setting)
+    models.compare(models.split(case, SGD, zero), models.unsharded(case, SGD))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("setting", ["stage 3", "MiCS"])
+def test_norms_over_the_whole_model(setting):
+    """LAMB after clipping by global norm: neither sees that leaves are cut."""
+    case, inner = models.CASES["shared"], optax.chain(optax.clip_by_global_norm(0.1), optax.lamb(1e-2))
+    got, want = models.split(case, inner, models.make_zero(setting)), models.unsharded(case, inner)
+    models.compare(got, want, rtol=2e-5)
+
+
+def test_observed_stacks_are_cut_inside_a_layer():
+    """`observe` sees that `nnx.scan` walks over the layers; one layer is gathered at a time."""
+    zero = models.make_zero("stage 3")
+    graph, params = nnx.split(models.Scanned(nnx.Rngs(0), None))
+    loss_fn = lambda params, x, y: models.mse(nnx.merge(graph, params), x, y)
+    x, y = models.batches()[0]
+    zero = zero.observe(loss_fn, params, x, y)
+    assert {helpers.name(path) for path, _ in zero.stacked.paths} == {
+        "layers/linear/bias/value",
+        "layers/linear/kernel/value",
+    }
+    params = zero.shard(params)
+    assert params["layers"]["linear"]["kernel"].get_value().sharding.spec == P(None, "data")
+    text = jax.jit(zero.value_and_grad(loss_fn)).lower(params, x, y).compile().as_text()
+    gathers = [row for row in hlo.collectives(text) if row.kind == "all-gather"]
+    assert any(row.looped for row in gathers)
+    assert max(row.nbytes for row in gathers) < 3 * 8 * 8 * 4
+
+
+def test_a_frozen_base_is_split_and_has_no_state_and_no_gradient():
+    zero, case = models.make_zero("stage 3"), models.CASES["LoRA"]
+    model = case.model(nnx.Rngs(0), None)
+    graph, params = nnx.split(model)
+    base = jax.tree.map(jnp.copy, nnx.as_pure(nnx.state(model, nnx.All(nnx.Param, nnx.Not(nnx.LoRAParam)))))
+    nnx.update(model, zero.shard(params))
+    kernel = model.inner.base_module.kernel.get_value()
+    assert kernel.value.addressable_shards[0].data.size == 5 * 64 // 8
+    optimizer = nnx.Optimizer(model, zero.optimizer(optax.adam(1e-2)), wrt=nnx.LoRAParam)
+    held = [x for x in jax.tree.leaves(optimizer.opt_state) if x.ndim]
+    assert sum(x.size for x in held) == 2 * (16 + 128 + 128 + 8)  # of the adapters alone, two of them padded
+
+    def loss_fn(params, x, y):
+        adapters, base = nnx.split_state(params, nnx.LoRAParam, ...)
+        return models.mse(nnx.merge(graph, adapters, jax.lax.stop_gradient(base)), x, y)
+
+    @nnx.jit
+    def step(model, optimizer, x, y):
+        loss, grads = zero.value_and_grad(loss_fn)(nnx.state(model), x, y)
+        optimizer.update(model, grads)
+        return loss
+
+    batch = models.batches()[0]
+    rows = hlo.collectives(step.lower(model, optimizer, *batch).compile().as_text())
+    assert hlo.nbytes(rows, "reduce-scatter") <= (16 + 128 + 128 + 8) * 4
+    for _ in range(2):
+        step(model, optimizer, *batch)
+    after = zero.gather(nnx.as_pure(nnx.state(model, nnx.All(nnx.Param, nnx.Not(nnx.LoRAParam)))))
+    jax.tree.map(np.testing.assert_array_equal, after, base)
+
+
+def test_metadata_stays_and_the_inner_optimizer_can_read_it():
+    """A mask that asks the variables: the inner optimizer is traced with them."""
+    zero = models.make_zero("stage 3")
+    is_variable = lambda x: isinstance(x, nnx.Variable)
+    decays = lambda params: jax.tree.map(lambda v: v.get_metadata("decay", False), params, is_leaf=is_variable)
+    inner = optax.chain(optax.masked(optax.add_decayed_weights(0.5), decays), optax.sgd(0.1))
+    model = models.Annotated(nnx.Rngs(0), None)
+    whole = nnx.state(model, nnx.Param)
+    tx, params = zero.optimizer(inner), zero.shard(whole)
+    grads = jax.tree.map(jnp.zeros_like, params)
+    after, _ = jax.jit(functools.partial(zero.apply, tx))(grads, tx.init(params), params)
+    assert jax.tree.structure(after) == jax.tree.structure(params)
+    assert after["inner"]["kernel"].get_metadata("note") == "a kernel"
+    after = zero.gather(after)
+    helpers.close(after["inner"]["kernel"].get_value(), 0.95 * whole["inner"]["kernel"].get_value())
+    np.testing.assert_array_equal(after["inner"]["bias"].get_value(), whole["inner"]["bias"].get_value())
+    ours, theirs = (nnx.Optimizer(model, t, wrt=nnx.Param).opt_state for t in (zero2(optax.adam(0.1)), optax.adam(0.1)))
+    assert ours[0].mu["inner"]["kernel"].get_metadata("note") == "a kernel"
+    assert jax.tree.structure(ours) == jax.tree.structure(theirs)
+
+
+def zero2(inner):
+    return models.make_zero("stage 2").optimizer(inner)
+
+
+def test_one_compilation_and_parameters_that_stay_in_place():
+    zero = models.make_zero("stage 2")
+    model = models.Shared(nnx.Rngs(0), None)
+    nnx.update(model, zero.shard(nnx.state(model)))
+    optimizer = nnx.Optimizer(model, zero2(optax.adam(1e-2)), wrt=nnx.Param)
+    place = lambda tree: jax.tree.map(lambda x: (x.sharding, x.aval), nnx.as_pure(tree))
+    optimizer.step[...] = jax.device_put(optimizer.step[...], NamedSharding(zero.mesh, P()))
+    before = place((nnx.state(model), optimizer.opt_state))
+    traces = []
+
+    @nnx.jit
+    def step(model, optimizer, x, y):
+        traces.append(None)
+        _, grads = nnx.value_and_grad(models.mse)(model, x, y)
+        optimizer.update(model, grads)
+
+    for batch in models.batches():
+        step(model, optimizer, *batch)
+    assert len(traces) == 1
+    assert place((nnx.state(model), optimizer.opt_state)) == before
+
+
+# --- what cannot work --------------------------------------------------------------------------
+
+
+def test_an_optimizer_without_wrt():
+    """Flax says so itself; jaxzero is not called."""
+    with pytest.raises(TypeError, match="Missing required argument `wrt`"):
+        nnx.Optimizer(models.Shared(nnx.Rngs(0), None), zero2(optax.adam(1e-2)))
+
+
+def test_a_wrt_that_asks_for_more_than_was_differentiated():
+    model = models.Adapted(nnx.Rngs(0), None)
+    optimizer = nnx.Optimizer(model, zero2(optax.adam(1e-2)), wrt=nnx.Param)
+    grads = jax.tree.map(jnp.zeros_like, nnx.state(model, nnx.LoRAParam))
+    with pytest.raises(ValueError, match=checks.saying("update", "the gradients lack leaf 'inner/base_module/bias'")):
+        optimizer.update(model, grads)
+
+
+@pytest.fixture
+def elsewhere():
+    """A model whose parameters are split for three devices, and a `Zero` for eight."""
+    model = models.Shared(nnx.Rngs(0), None)
+    zero = jaxzero.Zero(helpers.make_mesh(3), stage=3)
+    graph, params = nnx.split(model)
+    nnx.update(model, zero.shard(params))
+    return graph, model, models.make_zero("stage 3")
+
+
+SPLIT_ELSEWHERE = ["leaf 'again/bias/value'", "zero.gather", "zero.shard"]
+
+
+def test_a_model_split_for_another_mesh(elsewhere):
+    graph, model, zero = elsewhere
+    x, y = models.batches()[0]
+    with pytest.raises(ValueError, match=checks.saying("init", *SPLIT_ELSEWHERE)):
+        nnx.Optimizer(model, zero.optimizer(optax.adam(1e-2)), wrt=nnx.Param)
+    with pytest.raises(ValueError, match=checks.saying("value_and_grad", *SPLIT_ELSEWHERE)):
+        zero.value_and_grad(lambda p, x, y: models.mse(nnx.merge(graph, p), x, y))(nnx.state(model), x, y)
+    with pytest.raises(ValueError, match="shard: leaf 'again/bias/value'.*split for another mesh"):
+        zero.shard(nnx.state(model))
+    zero = models.make_zero("stage 2")
+    with pytest.raises(ValueError, match="at stage 2 parameters are whole"):
+        zero.value_and_grad(lambda p, x, y: models.mse(nnx.merge(graph, p), x, y))(nnx.state(model), x, y)
+
+
+def test_a_split_model_called_as_if_it_were_whole(elsewhere):
+    _, model, _ = elsewhere
+    with pytest.raises(ValueError, match="EvenSplit.*was used as an array.*zero.value_and_grad"):
+        model(models.batches()[0][0])
