@@ -1,6 +1,8 @@
 """Flax NNX: every kind of model, trained at every stage, equals the unsharded `nnx.Optimizer` run."""
 
 import functools
+import pathlib
+import re
 
 import checks
 import helpers
@@ -51,6 +53,17 @@ def test_norms_over_the_whole_model(setting):
     case, inner = models.CASES["shared"], optax.chain(optax.clip_by_global_norm(0.1), optax.lamb(1e-2))
     got, want = models.split(case, inner, models.make_zero(setting)), models.unsharded(case, inner)
     models.compare(got, want, rtol=2e-5)
+
+
+@pytest.mark.parametrize("setting", ["stage 2", pytest.param("stage 3", marks=pytest.mark.slow)])
+def test_the_program_of_the_guide_runs(setting):
+    guide = pathlib.Path(__file__).parent.parent / "docs/guide.md"
+    (program,) = [p for p in re.findall(r"```python\n(.*?)```", guide.read_text(), re.DOTALL) if "nnx" in p]
+    names = dict(jax=jax, jnp=jnp, nnx=nnx, optax=optax, zero=models.make_zero(setting))
+    names["model"] = models.Shared(nnx.Rngs(0), None)
+    exec(program, names)
+    losses = [names["step"](names["model"], names["optimizer"], *models.batches()[0]) for _ in range(3)]
+    assert losses[2] < losses[0]
 
 
 def test_observed_stacks_are_cut_inside_a_layer():

@@ -23,7 +23,7 @@ def test_programs_run():
     exec(quick_start, names)
     _check_run(names)
     whole = names["params"]
-    stage3, inside = blocks((ROOT / "docs/guide.md").read_text())
+    stage3, inside, _ = blocks((ROOT / "docs/guide.md").read_text())
     exec(stage3, names)
     _check_run(names)
     np.testing.assert_array_equal(names["whole"]["w"], whole["w"])

@@ -13,7 +13,7 @@ import pytest
 
 import jaxzero
 
-INNER = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2))
+INNER = optax.sgd(0.1, momentum=0.9)
 
 
 def drawn(*shapes):
