@@ -201,5 +201,6 @@ def inner_programs(eqn: Any) -> list[Any]:
 
 
 def nbytes(shape: Sequence[int], dtype: Any) -> int:
-    """Bytes of an array."""
-    return int(np.prod(shape, dtype=object)) * jax.dtypes.canonicalize_dtype(dtype).itemsize
+    """Bytes of an array, of keys too."""
+    stored: Any = jax.dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True)
+    return int(np.prod(shape, dtype=object)) * stored.itemsize
