@@ -1,5 +1,6 @@
 """The documentation builds without warnings, and what it names exists."""
 
+import ast
 import dataclasses
 import inspect
 import pathlib
@@ -63,3 +64,28 @@ def test_pictures_are_drawn(tmp_path, monkeypatch):
     for name in shown:
         text = (ROOT / f"docs/pictures/{name}.svg").read_text()
         assert (tmp_path / f"{name}.svg").read_text().count("<path") == text.count("<path") > 0
+
+
+def messages():
+    """All text of the package's strings; what a message fills in is left out."""
+    text = []
+    for path in sorted((ROOT / "jaxzero").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                text.append("".join(x.value if isinstance(x, ast.Constant) else "..." for x in node.values))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                text.append(node.value)
+    return "\n".join(text)
+
+
+def test_explained_errors_are_raised():
+    """Of each message that the page quotes, the longest run of fixed words stands in the code."""
+    page = re.sub(r"```.*?```", "", (ROOT / "docs/errors.md").read_text(), flags=re.DOTALL)
+    quoted = re.findall(r"(?<![*`\w])\*([^*]{8,}?)\*(?!\*)", page.replace("\n", " "))
+    assert len(quoted) > 30
+    code = messages()
+    fixed = [
+        max(re.split(r"\.\.\.|'[^']*'|\[[^\]]*\]|\([^)]*\)|\w+=\S+|\w*\d+\w*|[:;]|\.(?= |$)", q), key=len).strip()
+        for q in quoted
+    ]
+    assert [words for words in fixed if words not in code] == []
