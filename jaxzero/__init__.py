@@ -1,5 +1,8 @@
 """ZeRO for JAX: training state split over a mesh, for any Optax optimizer and any loss, as they are."""
 
+from .checkpoint import latest as latest
+from .checkpoint import restore as restore
+from .checkpoint import save as save
 from .hlo import Collective as Collective
 from .hlo import Collectives as Collectives
 from .hlo import collectives as collectives

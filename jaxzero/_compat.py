@@ -1,5 +1,7 @@
 """What differs between the supported JAX versions (0.10.2 and 0.12), in one place."""
 
+import threading
+from collections.abc import Callable
 from typing import Any
 
 from jax._src import xla_bridge
@@ -42,3 +44,12 @@ def scan_parts(eqn: Any, operands: list[Any]) -> tuple[list[Any], list[Any], lis
 def backends_started() -> bool:
     """Whether this process has used a device; asking in any public way would start them (0.10 and 0.12)."""
     return bool(xla_bridge.backends_are_initialized())
+
+
+def before_exit(f: Callable[[], None]) -> None:
+    """Calls `f` when the program ends, before Python shuts down what threads need.
+
+    `atexit` comes too late: thread pools are shut by then. Private, the same in Python 3.11 to 3.14. In 3.11 threads
+    can still be started here, from 3.12 on not.
+    """
+    threading._register_atexit(f)  # type: ignore[attr-defined]

@@ -24,7 +24,7 @@ def born(options: Options, init_fn: Callable[..., Any], *args: Any) -> Any:
     At stage 3 the traced `init_fn` is evaluated on shares, as an optimizer is, and random draws of a leaf's
     shape are made share by share: no device holds a whole leaf, unless it is computed from one.
     """
-    _outside(options, "init")
+    outside(options, "init")
     if options.stage < 3:
         if mesh.is_traced(args):
             return shard(options, init_fn(*args), "init")
@@ -54,7 +54,7 @@ def born(options: Options, init_fn: Callable[..., Any], *args: Any) -> Any:
 
 def shard(options: Options, params: Any, call: str = "shard") -> Any:
     """Every leaf as it rests: replicated over the mesh, or at stage 3 cut."""
-    _outside(options, call)
+    outside(options, call)
     axes, _ = options.context(call)
     checks.parameters(call, options, params)
     leaves = leaves_of(params, axes.n, options.stacked)
@@ -179,7 +179,8 @@ def _written(spec: PartitionSpec, axes: Axes) -> PartitionSpec:
     return P(*parts)
 
 
-def _outside(options: Options, call: str) -> None:
+def outside(options: Options, call: str) -> None:
+    """Refuses a call inside a user's `shard_map`."""
     _, manual = options.context(call)
     if manual:
         raise ValueError(

@@ -209,6 +209,29 @@ def _logical(state: Any, initial: Any, grow: Callable[[Any], Any]) -> Any:
     )
 
 
+def logical_state(inner: optax.GradientTransformation, params: Leaves, state: Any, axes: Axes) -> Any:
+    """The given state at logical shapes; only its structure and dtypes are read."""
+    return _logical(state, trace_init(inner, params, axes).out, lambda s: _after(inner, params, s, axes))
+
+
+def state_that(inner: optax.GradientTransformation, params: Leaves, axes: Axes, fits: Callable[[Any], bool]) -> Any:
+    """The abstract state, of `init` or of a later step where it grew, that fits; of `init` where none does."""
+    initial = candidate = trace_init(inner, params, axes).out
+    for _ in range(_GROWTHS):
+        if fits(candidate):
+            return candidate
+        try:
+            candidate = _after(inner, params, candidate, axes)
+        except (TypeError, ValueError):  # it needs more than gradients, so nobody can tell
+            break
+    return initial
+
+
+def _after(inner: optax.GradientTransformation, params: Leaves, state: Any, axes: Axes) -> Any:
+    """The state after one update by gradients like the parameters."""
+    return trace_update(inner, params, state, params, Extra({}, {}, {}), axes, False).program.out[1]
+
+
 def _belonging(tree: Any, like: Leaves) -> Leaves:
     """The leaves of the updates, each cut like the parameter that it belongs to."""
     by_path = {leaf.path: leaf for leaf in like.leaves}

@@ -1,0 +1,225 @@
+"""Checkpoints that move between meshes: on disk every leaf has its logical shape, once, whatever the layout."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from . import entries, manifest, placement, processes, storage, wrapper
+from .layout import is_split
+from .mesh import Axes
+from .options import Options
+from .state import Leaves, leaves_of, state_leaves, wear
+
+
+class Restored(NamedTuple):
+    """What `restore` returns.
+
+    Attributes:
+      params: The parameters, at rest as the `Zero` says.
+      opt_state: The optimizer state.
+      step: The step that was read.
+      extra: What `save` was given.
+    """
+
+    params: Any
+    opt_state: Any
+    step: int
+    extra: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Saving:
+    """A checkpoint that is being written in the background.
+
+    Attributes:
+      path: Where.
+    """
+
+    path: Any
+
+    def wait(self) -> None:
+        """Returns when the checkpoint is complete.
+
+        Raises:
+          ValueError: If it could not be written. Earlier checkpoints are as they were.
+        """
+        storage.wait()
+        if not storage.is_complete(self.path):
+            raise ValueError(f"save: {self.path} was not written: an earlier call raised the reason. Fix: save again.")
+
+
+def save(
+    directory: Any,
+    step: int,
+    zero: Options | None,
+    params: Any,
+    opt_state: Any,
+    inner: Any = None,
+    *,
+    extra: Any = None,
+) -> Saving:
+    """Writes a checkpoint in the background: logical leaves, each once, without padding.
+
+    Returns when this process's part is copied to the host, so parameters and state may be donated at once. The step
+    appears in `directory` only when it is complete. The next `save` waits for it, and raises if it failed. Every
+    process calls it, and each writes its part. With several processes a device sends the beginning of each flat
+    leaf's share, at most 1/8 of it, to the device before it; leaves with small shares are gathered one by one.
+
+    Args:
+      directory: A folder that all processes see, or a bucket (``gs://...``).
+      step: The number of the step; the directory does not have it yet.
+      zero: The `Zero` that split the state; `None` for a state that nothing split.
+      params: The parameters as they rest.
+      opt_state: The state of `zero.optimizer(inner)`.
+      inner: The optimizer, not wrapped. Needed where a state leaf is flat and not of its parameter's shape
+        (Adafactor's factors): only the optimizer knows its logical shape. `save` says so.
+      extra: The position in the data and the like: JSON values; process 0's are written.
+
+    Returns:
+      A `Saving`; its `wait()` returns when the step is complete. Call it on the last one, before the program ends.
+
+    Raises:
+      ValueError: If the step is there already, the directory cannot be written, the save before failed, a leaf does
+        not fit, or processes disagree.
+
+    Examples:
+      >>> import tempfile, jax, jax.numpy as jnp, optax, jaxzero
+      >>> zero, inner = jaxzero.Zero(jax.make_mesh((8,), ("data",))), optax.adam(1e-3)
+      >>> params = zero.shard({"w": jnp.arange(5.0)})
+      >>> directory = tempfile.mkdtemp()
+      >>> jaxzero.save(directory, 100, zero, params, zero.optimizer(inner).init(params), extra={"epoch": 2}).wait()
+      >>> abstract = {"w": jax.ShapeDtypeStruct((5,), jnp.float32)}
+      >>> three = jaxzero.Zero(jax.make_mesh((3,), ("data",), devices=jax.devices()[:3]), stage=3)
+      >>> restored = jaxzero.restore(directory, three, abstract, inner)
+      >>> restored.params, restored.step, restored.extra
+      ({'w': EvenSplit(shape=(5,), stored=float32[6])}, 100, {'epoch': 2})
+    """
+    if isinstance(step, bool) or not isinstance(step, (int, np.integer)) or step < 0:
+        raise ValueError(f"save: step={step!r}. Expected an int of at least 0. Fix: the number of the training step.")
+    axes = _axes("save", zero)
+    extra = manifest.check_extra(extra)
+    leaves, arrays = entries.saved(zero, axes, params, opt_state, inner)
+    storage.wait()
+    path = storage.folder(directory) / str(int(step))
+    facts = dict(step=step, directory=directory, leaves=manifest.fingerprint(leaves))
+    processes.agree("save", zero, facts, storage.obstacle(path))
+    storage.write(path, manifest.compose(zero, axes, int(step), leaves, extra), leaves, arrays, zero, axes)
+    return Saving(path)
+
+
+def latest(directory: Any) -> int | None:
+    """The newest complete step in a directory, or `None`. Waits for a save of this program that is under way.
+
+    With several processes every one calls it, and all get process 0's answer.
+
+    Args:
+      directory: That of `save`; it need not exist.
+
+    Returns:
+      The step.
+
+    Examples:
+      >>> import jaxzero
+      >>> jaxzero.latest("/no/such/directory") is None
+      True
+    """
+    storage.wait()
+    found = processes.broadcast(max(storage.complete_steps(directory), default=-1))
+    return None if found < 0 else found
+
+
+def restore(
+    directory: Any,
+    zero: Options | None,
+    abstract_params: Any,
+    inner: Any,
+    step: int | None = None,
+    *,
+    partial: bool = False,
+) -> Restored:
+    """Reads a checkpoint into the layout of `zero`, whatever layout it was saved from.
+
+    Each device's share is read from disk; nothing is sent. See `save` for an example.
+
+    Args:
+      directory: That of `save`.
+      zero: How the state shall be split: any mesh, stage and options; `None`: not at all, on one device.
+      abstract_params: The parameters' tree at logical shapes: `jax.eval_shape(init_fn, key)`.
+      inner: The optimizer, not wrapped; `None`: only the parameters are read.
+      step: The step; `None`: the latest complete one.
+      partial: Whether leaves may have come or gone since: a parameter that the checkpoint lacks keeps the array in
+        its place in `abstract_params`, its state is fresh, and what is not asked for is left out. Shapes and dtypes
+        of all others must agree.
+
+    Returns:
+      A `Restored`: `params`, `opt_state`, `step`, `extra`.
+
+    Raises:
+      ValueError: If there is no such checkpoint, a part of it is missing, a newer version wrote it, or a leaf is
+        missing, unexpected, or of another shape or dtype: by name.
+    """
+    axes = _axes("restore", zero)
+    path, told = found("restore", directory, zero, latest(directory) if step is None else step)
+    params = leaves_of(abstract_params, axes.n, zero.stacked if zero else None)
+    leaves, state = entries.of_params(zero, params), None
+    if inner is not None:
+        names = {name for name in told["leaves"] if name.split("/")[0] == entries.STATE}
+        state = entries.wanted_state(inner, params, axes, names)
+        leaves = leaves + entries.of_state(state_leaves(state, params.leaves, axes.n))
+    entries.check_names("restore", leaves)
+    manifest.check_leaves(path, told, leaves, params_only=inner is None, partial=partial)
+    arrays = storage.read(path, zero, [e for e in leaves if e.name in told["leaves"]], axes)
+    count = len(params.leaves)
+    new_params = _params(path, zero, params, leaves[:count], arrays, abstract_params)
+    if any(e.name not in arrays for e in leaves[count:]):
+        fresh = inner.init(new_params) if zero is None else wrapper.wrap(zero, inner, False).init(new_params)
+        arrays = dict(zip((e.name for e in leaves[count:]), jax.tree.leaves(fresh), strict=True)) | arrays
+    opt_state = jax.tree.unflatten(jax.tree.structure(state), [arrays[e.name] for e in leaves[count:]])
+    return Restored(new_params, opt_state, int(told["step"]), told["extra"])
+
+
+def _axes(call: str, zero: Options | None) -> Axes:
+    if zero is None:
+        return Axes(("data",), (), (1,))
+    placement.outside(zero, call)
+    return zero.context(call)[0]
+
+
+def found(call: str, directory: Any, zero: Options | None, step: int | None) -> tuple[Any, dict[str, Any]]:
+    """The folder of a step and its manifest; refuses what is no complete checkpoint, or too new."""
+    told: dict[str, Any] = {}
+    path = storage.folder(directory) / str(step)
+    problem = (
+        f"{call}: there is no complete checkpoint in {directory}. Expected one that jaxzero.save wrote. Fix: the "
+        "directory; jaxzero.latest(directory) is None where there is none."
+    )
+    if step is not None:
+        told, problem = storage.read_manifest(path)
+        if problem:
+            problem = (
+                f"{call}: {path} cannot be read: {problem}. Expected a complete checkpoint; complete steps here are "
+                f"{storage.complete_steps(directory)}. Fix: one of these, or permission to read."
+            )
+    processes.agree(call, zero, dict(step=step, directory=directory), problem)
+    manifest.check_version(call, path, told)
+    return path, told
+
+
+def _params(path: Any, zero: Options | None, params: Leaves, leaves: Any, arrays: dict[str, Any], given: Any) -> Any:
+    """The tree of parameters; those that the checkpoint lacks are the given arrays, put at rest."""
+    out = []
+    for e, x in zip(leaves, jax.tree.leaves(given, is_leaf=is_split), strict=True):
+        if e.name in arrays:
+            x = wear(arrays[e.name], e.layout)
+        elif isinstance(x, jax.ShapeDtypeStruct):
+            raise ValueError(
+                f"restore: {path} has no leaf {e.name!r}, and abstract_params holds no array in its place. Expected "
+                "one, which it then keeps. Fix: put its initial value into abstract_params."
+            )
+        out.append(x)
+    tree = params.unflatten(out)
+    if all(e.name in arrays for e in leaves):
+        return tree
+    return jax.tree.map(jax.numpy.asarray, tree) if zero is None else placement.shard(zero, tree)

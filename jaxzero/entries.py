@@ -1,0 +1,150 @@
+"""The leaves of a checkpoint: names and logical shapes of parameters and optimizer state."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+from . import checks, programs
+from .layout import Layout, Shape, is_split
+from .mesh import Axes, path_text
+from .options import Options
+from .state import Leaves, Path, StateLeaf, bare, is_key, leaves_of, shape_dtype, state_leaves
+from .wrapper import ShardedOptimizer
+
+PARAMS, STATE = "params", "opt_state"
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """One leaf of a checkpoint.
+
+    Attributes:
+      name: ``params/...`` or ``opt_state/...`` and its key path.
+      shape: Its logical shape.
+      dtype: Its dtype.
+      layout: How it is cut at rest here; `None`: it is whole.
+    """
+
+    name: str
+    shape: Shape
+    dtype: Any
+    layout: Layout | None
+
+    @property
+    def flat(self) -> bool:
+        """Whether the stored array is padded and of another shape."""
+        return self.layout is not None and self.layout.kind == "flat"
+
+    @property
+    def written(self) -> bool:
+        """Whether there is anything on disk: of an empty leaf the manifest says all."""
+        return 0 not in self.shape
+
+    @property
+    def described(self) -> list[Any]:
+        """Dtype and shape as JSON."""
+        return [str(self.dtype), list(self.shape)]
+
+    def on_disk(self) -> jax.ShapeDtypeStruct:
+        """Shape and dtype on disk: typed keys are stored as their data."""
+        leaf = jax.ShapeDtypeStruct(self.shape, self.dtype)
+        return jax.eval_shape(jax.random.key_data, leaf) if is_key(self.dtype) else leaf
+
+
+def of_params(zero: Options | None, leaves: Leaves) -> list[Entry]:
+    """The entries of parameters between steps: whole at stages 1 and 2."""
+    split = zero is not None and zero.stage == 3
+    return [_entry(PARAMS, x.path, x.shape, x.dtype, x.layout if split else None) for x in leaves.leaves]
+
+
+def of_state(state: Sequence[StateLeaf]) -> list[Entry]:
+    """The entries of optimizer state."""
+    return [_entry(STATE, x.path, x.shape, x.dtype, x.layout) for x in state]
+
+
+def _entry(tree: str, path: Path, shape: Shape, dtype: Any, layout: Layout | None) -> Entry:
+    return Entry(tree + ("/" + path_text(path) if path else ""), tuple(shape), dtype, layout)
+
+
+def check_names(call: str, entries: Sequence[Entry]) -> None:
+    """Refuses two leaves whose key paths are written alike (``{"a/b": x, "a": {"b": y}}``)."""
+    seen: set[str] = set()
+    for e in entries:
+        if e.name in seen:
+            raise ValueError(
+                f"{call}: two leaves are both written as {e.name!r}. Expected key paths that differ as text. Fix: "
+                "rename one of the keys."
+            )
+        seen.add(e.name)
+
+
+def saved(zero: Options | None, axes: Axes, params: Any, opt_state: Any, inner: Any) -> tuple[list[Entry], list[Any]]:
+    """What is to be saved: the entries, and the stored array of each.
+
+    Raises:
+      ValueError: By leaf path, for arrays that are not stored as `zero` stores them.
+    """
+    for path, x in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_split):
+        checks.split_leaf("save", path, x)
+    leaves = leaves_of(params, axes.n, zero.stacked if zero else None)
+    arrays = jax.tree.leaves(params, is_leaf=is_split)
+    entries = of_params(zero, leaves)
+    for leaf, e, x in zip(leaves.leaves, entries, arrays, strict=True):
+        wanted = e.layout.stored_shape if e.layout else e.shape
+        if not e.flat and is_split(x):
+            raise ValueError(
+                f"save: leaf {path_text(leaf.path)!r} is {x!r}; expected a plain array over {axes.n} devices at stage "
+                f"{zero.stage if zero else None}. It was split by another Zero. Fix: use the Zero that split it."
+            )
+        checks.stored_shape("save", "parameter", leaf.path, np.shape(bare(x)), wanted, axes.n)
+    state = _by_inner(opt_state, leaves, axes, inner) if inner is not None else _by_params(opt_state, leaves, axes)
+    stored = jax.tree.leaves(opt_state)
+    for s, x in zip(state, stored, strict=True):
+        checks.stored_shape("save", "state", s.path, np.shape(x), s.stored_shape, axes.n)
+    entries += of_state(state)
+    check_names("save", entries)
+    return entries, [bare(x) for x in [*arrays, *stored]]
+
+
+def _by_inner(opt_state: Any, leaves: Leaves, axes: Axes, inner: Any) -> list[StateLeaf]:
+    """The leaves of the state as the inner optimizer makes it."""
+    checks.inner_optimizer(inner, ShardedOptimizer)
+    return state_leaves(programs.logical_state(inner, leaves, opt_state, axes), leaves.leaves, axes.n)
+
+
+def _by_params(opt_state: Any, leaves: Leaves, axes: Axes) -> list[StateLeaf]:
+    """The leaves of the state as far as parameters and stored shapes tell.
+
+    Raises:
+      ValueError: For a leaf that may be padded and is not stored like its parameter.
+    """
+    by_path = {leaf.path: leaf for leaf in leaves.leaves}
+    out = []
+    for path, x in jax.tree_util.tree_leaves_with_path(opt_state):
+        shape, dtype = shape_dtype(x)
+        ends = (by_path.get(path[start:]) for start in range(len(path) + 1))
+        stored = lambda leaf: leaf.layout.stored_shape if leaf.layout else leaf.shape
+        mine = next((leaf for leaf in ends if leaf is not None and stored(leaf) == shape), None)
+        if mine is not None:
+            out.append(StateLeaf(path, mine.shape, dtype, mine.layout, not mine.trainable))
+            continue
+        sharding = getattr(x, "sharding", None)
+        if len(shape) == 1 and axes.n > 1 and isinstance(sharding, NamedSharding) and any(sharding.spec):
+            raise ValueError(
+                f"save: state leaf {path_text(path)!r} is split, of stored shape {shape}, and not stored like its "
+                "parameter, so its logical shape is not known. Expected the optimizer, which knows it. Fix: "
+                "jaxzero.save(directory, step, zero, params, opt_state, inner)."
+            )
+        out.append(StateLeaf(path, shape, dtype, None, False))
+    return out
+
+
+def wanted_state(inner: Any, params: Leaves, axes: Axes, names: set[str]) -> Any:
+    """Abstract state at logical shapes, as it was when leaves of these names were saved: it may have grown."""
+    checks.inner_optimizer(inner, ShardedOptimizer)
+    named = lambda state: {e.name for e in of_state(state_leaves(state, params.leaves, axes.n))}
+    return programs.state_that(inner, params, axes, lambda state: named(state) == names)

@@ -1,0 +1,90 @@
+"""What a checkpoint says about itself: its leaves, layout and origin, and the check against what is asked for."""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from .entries import PARAMS, STATE, Entry
+from .mesh import Axes
+from .options import Options
+
+#: Raised by one where older versions of jaxzero could not read what newer ones write.
+FORMAT = 1
+#: How many leaves an error names.
+_NAMED = 4
+
+
+def compose(options: Options | None, axes: Axes, step: int, entries: Sequence[Entry], extra: Any) -> dict[str, Any]:
+    """The manifest of a checkpoint, as JSON values."""
+    from . import __version__
+
+    return {
+        "format": FORMAT,
+        "jaxzero": __version__,
+        "step": step,
+        "layout": {
+            "stage": options.stage if options else None,
+            "shards": axes.n,
+            "replicas": axes.r,
+            "fingerprint": fingerprint(entries),
+        },
+        "leaves": {e.name: e.described for e in entries},
+        "extra": extra,
+    }
+
+
+def fingerprint(entries: Sequence[Entry]) -> str:
+    """A digest of names, shapes, dtypes and layouts of all leaves: equal where training continues bit for bit."""
+    cut = [(e.name, e.described, e.layout and (e.layout.kind, e.layout.lead, e.layout.n)) for e in entries]
+    return hashlib.sha256(json.dumps(cut).encode()).hexdigest()[:16]
+
+
+def check_extra(extra: Any) -> Any:
+    """`extra` as it will be read back; refuses what JSON cannot hold."""
+    try:
+        return json.loads(json.dumps(extra, allow_nan=False))
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"save: extra={extra!r} cannot be written as JSON ({error}). Expected numbers, text, lists and dicts of "
+            "them: the position in the data, the epoch. Fix: int(x) or x.tolist() for arrays."
+        ) from error
+
+
+def check_version(call: str, path: Any, manifest: Mapping[str, Any]) -> None:
+    """Refuses a checkpoint whose format is newer than this version knows."""
+    from . import __version__
+
+    if manifest["format"] > FORMAT:
+        raise ValueError(
+            f"{call}: {path} has format {manifest['format']}, written by jaxzero {manifest['jaxzero']}. Expected "
+            f"format {FORMAT} or older: this is jaxzero {__version__}. Fix: a newer jaxzero."
+        )
+
+
+def check_leaves(
+    path: Any, manifest: Mapping[str, Any], entries: Sequence[Entry], *, params_only: bool, partial: bool
+) -> None:
+    """Refuses a checkpoint that lacks a leaf, has one more, or one of another shape or dtype."""
+    found = {k: v for k, v in manifest["leaves"].items() if not params_only or k.split("/")[0] == PARAMS}
+    wanted = {e.name: e.described for e in entries}
+    problems = [] if partial else [f"there is no leaf {k!r}" for k in wanted if k not in found]
+    problems += [] if partial else [f"leaf {k!r} was not asked for" for k in found if k not in wanted]
+    for k, (dtype, shape) in wanted.items():
+        is_dtype, is_shape = found.get(k, (dtype, shape))
+        if shape != is_shape:
+            problems.append(f"leaf {k!r} has shape {tuple(is_shape)}, expected {tuple(shape)}")
+        if dtype != is_dtype:
+            problems.append(f"leaf {k!r} has dtype {is_dtype}, expected {dtype}")
+    for tree in (PARAMS, STATE):
+        names = {k for k in wanted if k.split("/")[0] == tree}
+        if partial and names and not names & found.keys():  # an optimizer of another structure, not leaves that came
+            problems.append(f"no leaf of {tree} has the name of one that was asked for, such as {min(names)!r}")
+    if problems:
+        more = f" (and {len(problems) - _NAMED} more)" if len(problems) > _NAMED else ""
+        raise ValueError(
+            f"restore: {path} is not a checkpoint of these parameters and this optimizer: "
+            f"{'; '.join(problems[:_NAMED])}{more}. Expected the {len(wanted)} leaves of abstract_params and inner, "
+            "in their shapes and dtypes. Fix: the model, dtype and optimizer that it was saved with; or, where leaves "
+            "came or went, partial=True."
+        )

@@ -1,0 +1,267 @@
+"""Orbax, which writes and reads checkpoints: asynchronously, atomically, each process its part."""
+
+import contextlib
+import functools
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
+
+from . import _compat
+from .entries import Entry
+from .extras import need
+from .mesh import Axes
+from .options import Options
+from .state import is_key
+
+#: Leaves are read in groups of about this many bytes, or an eighth of all where that is more.
+GROUP_BYTES = 64 * 2**20
+#: Of larger replicated arrays every replica writes a part.
+SLICE_BYTES = 1 * 2**20
+
+#: The step that was given to Orbax last.
+_under_way: Any = None
+
+_ARRAYS, _MANIFEST, _FILE = "arrays", "jaxzero", "manifest.json"
+
+
+def orbax() -> Any:
+    """Orbax, which is an extra."""
+    return need("orbax.checkpoint", "checkpoint", "jaxzero.save and jaxzero.restore")
+
+
+def folder(directory: Any) -> Any:
+    """The directory as an absolute path, or as it is where it names a bucket."""
+    orbax()
+    from etils import epath  # Orbax brings it
+
+    return epath.Path(directory) if "://" in str(directory) else epath.Path(directory).absolute()
+
+
+# --- writing ------------------------------------------------------------------------------------
+
+
+def write(
+    path: Any, manifest: Mapping[str, Any], entries: Sequence[Entry], arrays: Sequence[Any], zero: Any, axes: Axes
+) -> None:
+    """Starts to write one step; returns when this process's part is on the host."""
+    ocp = orbax()
+    from .flat_files import CHUNK_BYTES
+
+    items = {e.name: _item(e, x, zero, axes) for e, x in zip(entries, arrays, strict=True) if e.written}
+    what = {_MANIFEST: ocp.args.JsonSave(manifest)}
+    if items:
+        chunks = {name: ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES) for name in items}
+        what[_ARRAYS] = ocp.args.PyTreeSave(items, save_args=chunks)
+    global _under_way
+    _under_way = path
+    with _writing(path):
+        _remove_unfinished(path.parent)
+        _saver().save(path, args=ocp.args.Composite(**what))
+
+
+def wait() -> None:
+    """Waits for the step that is being written, and raises if it failed."""
+    if _saver.cache_info().currsize:
+        with _writing(_under_way):
+            _saver().wait_until_finished()
+
+
+def _last_wait() -> None:
+    """Completes a save that nobody waited for, where Python still lets it; else says that it was lost."""
+    try:
+        wait()
+    except ValueError as error:
+        print(f"{error} If the program ended before it was written: call .wait() on the last save.", file=sys.stderr)
+
+
+def is_complete(path: Any) -> bool:
+    """Whether a step has been written to its end."""
+    return bool((path / _MANIFEST / _FILE).exists())
+
+
+def obstacle(path: Any) -> str:
+    """What stands in the way of writing a step, before anything is written; empty if nothing does."""
+    if path.exists():
+        return (
+            f"save: step {path.name} is in {path.parent} already. Expected a new step. Fix: another directory for "
+            "another run, or remove that step."
+        )
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        probe = path.parent / f".jaxzero-{jax.process_index()}"
+        probe.write_text("")
+        probe.unlink()
+    except OSError as error:
+        return (
+            f"save: {path.parent} cannot be written: {error.strerror or error}. Expected a directory that every "
+            "process can write. Fix: its permissions, or another directory."
+        )
+    return ""
+
+
+def _item(e: Entry, x: Any, zero: Options | None, axes: Axes) -> Any:
+    """What Orbax is given for one leaf: an array of all processes."""
+    from .flat_files import FlatLeaf
+
+    if is_key(e.dtype):
+        x = jax.random.key_data(x)
+    x = x if isinstance(x, jax.Array) else jnp.asarray(x)
+    if zero is not None and e.flat and e.layout is not None:
+        return FlatLeaf(e.name, x, e.layout, zero.mesh, axes)
+    if jax.process_count() > 1 and x.is_fully_addressable and zero is not None:
+        return jax.device_put(x, NamedSharding(zero.mesh, PartitionSpec()))
+    return x
+
+
+def _remove_unfinished(directory: Any) -> None:
+    """Removes what a killed program left behind; nothing of this one is under way."""
+    if jax.process_index() == 0:
+        for left in directory.glob(f"*{orbax().utils.TMP_DIR_SUFFIX}*"):
+            left.rmtree()
+
+
+@functools.cache
+def _saver() -> Any:
+    saver = orbax().AsyncCheckpointer(_handler())
+    _compat.before_exit(_last_wait)
+    return saver
+
+
+@functools.cache
+def _handler() -> Any:
+    ocp = orbax()
+    from .flat_files import FlatHandler, FlatLeaf
+
+    whole = ocp.type_handlers.ArrayHandler(
+        min_slice_bytes_for_replica_parallel=SLICE_BYTES,
+        enable_write_sharding_file=False,  # a checkpoint belongs to no mesh
+    )
+    types = ocp.type_handlers.create_type_handler_registry((FlatLeaf, FlatHandler()), (jax.Array, whole))
+    arrays = ocp.PyTreeCheckpointHandler(type_handler_registry=types, use_compression=False)
+    return ocp.CompositeCheckpointHandler(**{_ARRAYS: arrays, _MANIFEST: ocp.JsonCheckpointHandler(filename=_FILE)})
+
+
+@contextlib.contextmanager
+def _writing(path: Any) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # whatever a storage driver raises
+        raise ValueError(
+            f"save: {path} could not be written: {_line(error)}. Expected room and permission to write. Earlier "
+            "checkpoints are as they were. Fix: free some space or choose another directory, then save again."
+        ) from error
+
+
+def _line(error: Exception) -> str:
+    """The cause of an error, in one line."""
+    while error.__cause__ is not None and isinstance(error.__cause__, Exception):
+        error = error.__cause__
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+
+
+# --- reading ------------------------------------------------------------------------------------
+
+
+def complete_steps(directory: Any) -> list[int]:
+    """The steps in a directory that were written to their end, in order."""
+    path = folder(directory)
+    steps = orbax().utils.checkpoint_steps(path) if path.exists() else []
+    return sorted(step for step in steps if is_complete(path / str(step)))
+
+
+def read_manifest(path: Any) -> tuple[dict[str, Any], str]:
+    """The manifest of a step, or what is wrong with it."""
+    try:
+        found = json.loads((path / _MANIFEST / _FILE).read_text())
+        return found, "" if {"format", "leaves", "step"} <= found.keys() else "it is not one of jaxzero's"
+    except OSError as error:
+        return {}, error.strerror or str(error)
+    except (ValueError, AttributeError) as error:
+        return {}, f"its manifest is damaged ({error})"
+
+
+def read(path: Any, zero: Options | None, entries: Sequence[Entry], axes: Axes) -> dict[str, Any]:
+    """The arrays by name, group by group so that little is held twice; keys are keys again."""
+    found: dict[str, Any] = {}
+    for group in _groups([e for e in entries if e.written]):
+        found |= _read_group(path, zero, group, axes)
+    for e in entries:
+        if not e.written:
+            found[e.name] = jax.device_put(np.zeros(e.shape, e.dtype), _sharding(zero, e, axes))
+        elif is_key(e.dtype):
+            found[e.name] = jax.random.wrap_key_data(found[e.name], impl=_implementation(e.dtype))
+    return found
+
+
+def _groups(entries: Sequence[Entry]) -> Iterator[list[Entry]]:
+    sizes = [np.prod(e.shape, dtype=float) * e.on_disk().dtype.itemsize for e in entries]
+    most = max(GROUP_BYTES, sum(sizes) / 8)
+    group: list[Entry] = []
+    held = 0.0
+    for e, size in zip(entries, sizes, strict=True):
+        if group and held + size > most:
+            yield group
+            group, held = [], 0.0
+        group.append(e)
+        held += size
+    if group:
+        yield group
+
+
+def _read_group(path: Any, zero: Options | None, entries: Sequence[Entry], axes: Axes) -> dict[str, Any]:
+    ocp = orbax()
+    from .flat_files import FlatLeaf, FlatTarget
+
+    how: dict[str, Any] = {}
+    for e in entries:
+        sharding, x = _sharding(zero, e, axes), e.on_disk()
+        if e.flat and e.layout is not None:
+            how[e.name] = FlatTarget(restore_type=FlatLeaf, layout=e.layout, sharding=sharding)
+        else:
+            how[e.name] = ocp.ArrayRestoreArgs(sharding=sharding, global_shape=x.shape, dtype=x.dtype)
+    item = {e.name: e.on_disk() for e in entries}
+    what = ocp.args.PyTreeRestore(item=item, restore_args=how, partial_restore=True)
+    with _reading("restore", path):
+        return dict(ocp.Checkpointer(_handler()).restore(path, args=ocp.args.Composite(**{_ARRAYS: what}))[_ARRAYS])
+
+
+def read_plain(path: Any, names: Sequence[str]) -> dict[str, np.ndarray]:
+    """Whole arrays on the host, by name; keys as their data."""
+    if not names:
+        return {}
+    ocp = orbax()
+    how = {name: ocp.RestoreArgs(restore_type=np.ndarray) for name in names}
+    what = ocp.args.PyTreeRestore(item=dict.fromkeys(names, 0), restore_args=how, partial_restore=True)
+    with _reading("export", path):
+        return dict(ocp.Checkpointer(ocp.PyTreeCheckpointHandler()).restore(path / _ARRAYS, args=what))
+
+
+@contextlib.contextmanager
+def _reading(call: str, path: Any) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # whatever a storage driver raises
+        raise ValueError(
+            f"{call}: {path} could not be read: {_line(error)}. Expected all of its files as they were written. Fix: "
+            "another step."
+        ) from error
+
+
+def _sharding(zero: Options | None, e: Entry, axes: Axes) -> Any:
+    if zero is None:
+        return SingleDeviceSharding(jax.local_devices()[0])
+    cut = e.layout is not None and axes.n > 1  # over one device JAX writes results without the axis
+    return NamedSharding(zero.mesh, e.layout.spec(axes.shard) if cut and e.layout else PartitionSpec())
+
+
+def _implementation(dtype: Any) -> Any:
+    """The implementation of keys of this dtype: JAX tells it of an array only, also of one that is traced."""
+    found: list[Any] = []
+    jax.eval_shape(lambda key: found.append(jax.random.key_impl(key)), jax.ShapeDtypeStruct((), dtype))
+    return found[0]

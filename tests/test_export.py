@@ -1,0 +1,89 @@
+"""Parameters of a checkpoint, as other tools read them."""
+
+import json
+
+import checks
+import helpers
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import pytest
+import safetensors.flax
+from jax.sharding import PartitionSpec as P
+
+import jaxzero
+from jaxzero.export import export
+
+
+def load(folder):
+    return {k: x for file in folder.glob("*.safetensors") for k, x in safetensors.flax.load_file(file).items()}
+
+
+def save(directory, params, world=8):
+    zero = jaxzero.Zero(helpers.make_mesh(world), stage=3)
+    split = zero.shard(params)
+    jaxzero.save(directory, 4, zero, split, zero.optimizer(optax.adam(1e-3)).init(split)).wait()
+
+
+def test_every_parameter_and_nothing_else(tmp_path):
+    params = {
+        "dense": [{"kernel": jnp.arange(35.0).reshape(7, 5), "bias": jnp.ones(3, jnp.bfloat16)}],
+        "count": jnp.int32(3),
+        "empty": jnp.zeros((0, 4)),
+        "key": jax.random.key(1),
+    }
+    save(tmp_path, params)
+    folder = export(tmp_path)
+    assert folder == tmp_path / "safetensors" / "4"
+    assert jaxzero.latest(tmp_path) == 4
+    tensors = load(folder)
+    want = {"dense.0.kernel": params["dense"][0]["kernel"], "dense.0.bias": params["dense"][0]["bias"]}
+    want |= {k: params[k] for k in ("count", "empty")} | {"key": jax.random.key_data(params["key"])}
+    assert tensors.keys() == want.keys()
+    for k, x in want.items():
+        assert (tensors[k].shape, tensors[k].dtype) == (x.shape, x.dtype), k
+        np.testing.assert_array_equal(tensors[k], x)
+
+
+@pytest.mark.parametrize("total", [1, 57, 63, 64, 65])
+def test_odd_totals(total, tmp_path):
+    """JZ-061: what does not divide comes back whole, without the live optimizer."""
+    flat = np.arange(1.0, total + 1, dtype=ml_dtypes.bfloat16)
+    for world in (2, 3, 8):
+        mesh = helpers.make_mesh(world)
+        stored = checks.place(np.pad(flat, (0, -total % world)), mesh, P("data"))
+        leaf = stored if total % world == 0 else jaxzero.EvenSplit(stored, (total,))
+        jaxzero.save(tmp_path, world, jaxzero.Zero(mesh, stage=3), {"w": leaf}, None).wait()
+        np.testing.assert_array_equal(load(export(tmp_path, step=world))["w"], flat)
+
+
+def test_several_files(tmp_path):
+    params = {f"w{i}": jnp.full((10, 10), float(i)) for i in range(5)}
+    save(tmp_path, params)
+    folder = export(tmp_path, out=tmp_path / "out", max_bytes=900)
+    assert len(list(folder.glob("model-0000?-of-00003.safetensors"))) == 3
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == 2000
+    for name, file in index["weight_map"].items():
+        np.testing.assert_array_equal(safetensors.flax.load_file(folder / file)[name], params[name])
+
+
+def test_what_cannot_be_exported(tmp_path):
+    with pytest.raises(ValueError, match="export: there is no complete checkpoint in"):
+        export(tmp_path)
+    save(tmp_path, {"w": jnp.ones(3)})
+    with pytest.raises(ValueError, match=r"export: to='gguf'\. Expected one of \('safetensors',\)"):
+        export(tmp_path, "gguf")
+    with pytest.raises(ValueError, match=r"export: .*/5 cannot be read: .*steps here are \[4\]"):
+        export(tmp_path, step=5)
+    export(tmp_path)
+    with pytest.raises(ValueError, match=r"export: .*4 has model\.safetensors already"):
+        export(tmp_path)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="export: .*file cannot be written"):
+        export(tmp_path, out=tmp_path / "file")
+    jaxzero.save(tmp_path, 6, None, {"a.b": jnp.ones(3), "a": {"b": jnp.ones(3)}}, None).wait()
+    with pytest.raises(ValueError, match="have the same name when joined by dots"):
+        export(tmp_path)
