@@ -77,6 +77,11 @@ def topology(name: str, *, nodes: int | None = None, per_node: int | None = None
     return _gpus(kind, *sizes)
 
 
+def is_gpu(name: str) -> bool:
+    """Whether a name is that of a machine with GPUs."""
+    return _parse(name, None, None)[0] in _GPUS
+
+
 def _parse(name: Any, nodes: Any, per_node: Any) -> tuple[str, tuple[int, ...]]:
     kind, colon, grid = str(name).strip().lower().partition(":")
     if kind not in (*_GPUS, *_TPUS):
@@ -106,7 +111,7 @@ def _parse(name: Any, nodes: Any, per_node: Any) -> tuple[str, tuple[int, ...]]:
 def _gpus(kind: str, nodes: int, per_node: int) -> np.ndarray:
     if not any(_installed(f"jax_plugins.{plugin}") for plugin in ("xla_cuda12", "xla_cuda13")):
         raise ValueError(_missing(kind, "CUDA", "cuda"))
-    _stay_on_cpu()
+    stay_on_cpu()
     try:
         found = topologies.get_topology_desc(
             "any", platform="cuda", target_config=_target(kind), topology=f"{nodes}x{per_node}x1"
@@ -123,7 +128,7 @@ def _gpus(kind: str, nodes: int, per_node: int) -> np.ndarray:
 def _tpus(kind: str, sizes: tuple[int, ...]) -> np.ndarray:
     if not _installed("libtpu"):
         raise ValueError(_missing(kind, "TPU", "tpu"))
-    _stay_on_cpu()
+    stay_on_cpu()
     grid = "x".join(map(str, sizes))
     try:
         with _environment(_LIBTPU):
@@ -181,7 +186,7 @@ def _missing(kind: str, what: str, extra: str) -> str:
     )
 
 
-def _stay_on_cpu() -> None:
+def stay_on_cpu() -> None:
     """Keeps JAX from starting an accelerator, unless the process or its environment has already decided."""
     if not jax.config.jax_platforms and not backends_started():  # type: ignore[attr-defined]
         jax.config.update("jax_platforms", "cpu")

@@ -1,11 +1,14 @@
 """The examples as a user runs them: a short run that learns, and one line for each bad option."""
 
 import json
+import math
 import os
 import pathlib
 import subprocess
 import sys
 
+import jax
+import models
 import pytest
 import train_gpt
 import tyro
@@ -113,3 +116,14 @@ def test_train_gpt_says_that_it_diverged(tmp_path, text, capsys):
         train_gpt.main(tyro.cli(train_gpt.Options, args=[*TINY, *options, "--data", text, "--out", str(tmp_path)]))
     assert stop.value.code == 1
     assert "a smaller --learning-rate may help" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["llama_8b", "gpt_3b"])
+def test_shapes_have_a_loss(name):
+    """What stands in `models.py` traces, with a gradient for every parameter."""
+    params, loss, batch = getattr(models, name)()
+    count = sum(math.prod(x.shape) for x in jax.tree.leaves(params))
+    assert count / 1e9 == pytest.approx({"llama_8b": 8.03, "gpt_3b": 3.38}[name], abs=0.01)
+    value, grads = jax.eval_shape(jax.value_and_grad(loss), params, batch)
+    assert value.shape == ()
+    assert jax.tree.map(lambda x: x.shape, grads) == jax.tree.map(lambda x: x.shape, params)

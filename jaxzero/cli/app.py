@@ -1,0 +1,37 @@
+"""The commands, and what becomes of their errors."""
+
+import functools
+import operator
+import sys
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import tyro
+
+from . import compile, doctor, plan
+
+#: Modules of one command each: its class, named like the module, is its arguments, and `run()` does it.
+COMMANDS = (plan, compile, doctor)
+ABOUT = """ZeRO for JAX: see a plan, compile for a machine that is not here, check an installation.
+
+Exit status: 0; 1 if a check failed; 2 if what was asked cannot be done. Results go to stdout, with --json as one
+JSON document; progress and errors go to stderr."""
+
+
+def run(argv: Sequence[str] | None) -> int:
+    """Parses the arguments and runs the command; `tyro` answers wrong flags and --help itself."""
+    choices = [Annotated[c.COMMAND, tyro.conf.subcommand(_name(c), description=c.__doc__)] for c in COMMANDS]
+    config = (tyro.conf.FlagCreatePairsOff, tyro.conf.OmitSubcommandPrefixes)
+    parse: Any = functools.partial(tyro.cli, prog="jaxzero", description=ABOUT, config=config)
+    command = parse(functools.reduce(operator.or_, choices), args=None if argv is None else list(argv))
+    try:
+        return int(command.run())
+    except (ValueError, ImportError) as error:
+        print(f"jaxzero: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def _name(module: Any) -> str:
+    return str(module.__name__).rpartition(".")[2]

@@ -1,0 +1,115 @@
+"""Check this installation: versions, devices, plug-ins, and a training step on virtual devices at every stage.
+
+Examples:
+  jaxzero doctor
+  jaxzero doctor --json
+"""
+
+import dataclasses
+import importlib.metadata
+import os
+import platform
+import subprocess
+import sys
+
+from . import output
+
+#: Distributions: those that must be here, and those that may be.
+NEEDED = ("jaxzero", "jax", "jaxlib", "optax", "numpy")
+OPTIONAL = ("flax", "orbax-checkpoint", "rich", "tyro", "matplotlib")
+#: What lets JAX compile for, or run on, other devices than CPUs; any of those in one row.
+PLUGINS = {
+    "CUDA plug-in": ("cuda", ("jax-cuda12-plugin", "jax-cuda13-plugin")),
+    "TPU plug-in": ("tpu", ("libtpu",)),
+}
+#: Seconds after which a child is given up.
+PATIENCE = 120
+
+_DEVICES = """\
+import collections, jax
+kinds = collections.Counter((d.platform, d.device_kind) for d in jax.devices())
+print(", ".join(f"{n} x {kind} ({platform})" for (platform, kind), n in kinds.items()))
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """One thing that was looked at: ``"ok"``, ``"failed"`` or ``"absent"``."""
+
+    name: str
+    status: str
+    detail: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Doctor:
+    """The arguments of `jaxzero doctor`."""
+
+    json: bool = False
+    """Print one JSON document."""
+
+    def run(self) -> int:
+        """Checks and prints; the status is 1 if anything failed."""
+        with output.working("checking versions, devices and a training step on virtual devices"):
+            checks = [*versions(), *plugins(), devices(), self_test()]
+        failed = any(check.status == "failed" for check in checks)
+        if self.json:
+            output.document({"ok": not failed, "checks": [dataclasses.asdict(check) for check in checks]})
+        else:
+            rows = [(check.status, check.name, check.detail) for check in checks]
+            output.table("jaxzero doctor", ("", "check", "found"), rows, left=3)
+            print("something failed, see above" if failed else "all is well")
+        return int(failed)
+
+
+def versions() -> list[Check]:
+    """Python and the packages."""
+    out = [Check("python", "ok", f"{platform.python_version()} on {platform.system()} {platform.machine()}")]
+    for name in (*NEEDED, *OPTIONAL):
+        found = _version(name)
+        status = "ok" if found else "failed" if name in NEEDED else "absent"
+        out.append(Check(name, status, found or f"pip install {name}"))
+    return out
+
+
+def plugins() -> list[Check]:
+    """What compiles for accelerators, here or not."""
+    out = []
+    for label, (extra, names) in PLUGINS.items():
+        found = [f"{name} {version}" for name in names if (version := _version(name))]
+        detail = ", ".join(found) or f'pip install "jaxzero[{extra}]" to compile for it'
+        out.append(Check(label, "ok" if found else "absent", detail))
+    return out
+
+
+def devices() -> Check:
+    """The devices that a program started here would use; asked for in a child, for they may be taken."""
+    return _child("devices", ["-c", _DEVICES], {})
+
+
+def self_test() -> Check:
+    """A training step at every stage beside plain Optax, on 8 virtual devices."""
+    settings = {"JAX_PLATFORMS": "cpu", "NPROC": "32"}
+    return _child("self-test", ["-m", "jaxzero.cli.self_test"], settings)
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _child(name: str, arguments: list[str], settings: dict[str, str]) -> Check:
+    command = [sys.executable, *arguments]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, env=os.environ | settings)
+    except subprocess.TimeoutExpired:
+        return Check(name, "failed", f"no answer after {PATIENCE} s")
+    if done.returncode:
+        lines = done.stderr.strip().splitlines()
+        return Check(name, "failed", lines[-1] if lines else f"exit status {done.returncode}")
+    return Check(name, "ok", done.stdout.strip().splitlines()[-1])
+
+
+COMMAND = Doctor
