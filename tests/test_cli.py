@@ -310,10 +310,26 @@ def test_entry_point_is_there():
     assert getattr(importlib.import_module(module), name) is jaxzero.cli.main
 
 
-def test_as_a_module(models):
+def start(**options):
     """`python -m jaxzero` in the folder of the user's module."""
     command = [sys.executable, "-m", "jaxzero", "plan", "cli_models:real", "--mesh", "data=1024", "--json"]
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=os.environ | {"PYTHONPATH": path})
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["leaves"][0]["padding"] == 1024 - 15
+    return subprocess.Popen(
+        command, text=True, env=os.environ | {"PYTHONPATH": path}, stderr=subprocess.PIPE, **options
+    )
+
+
+def test_as_a_module(models):
+    with start(stdout=subprocess.PIPE) as process:
+        out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert json.loads(out)["leaves"][0]["padding"] == 1024 - 15
+
+
+def test_a_reader_that_leaves_is_no_error(models):
+    read, write = os.pipe()
+    os.close(read)
+    with start(stdout=write) as process:
+        os.close(write)
+        _, err = process.communicate(timeout=120)
+    assert (process.returncode, err) == (0, "")

@@ -2,6 +2,7 @@
 
 import functools
 import operator
+import os
 import sys
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -25,7 +26,12 @@ def run(argv: Sequence[str] | None) -> int:
     parse: Any = functools.partial(tyro.cli, prog="jaxzero", description=ABOUT, config=config)
     command = parse(functools.reduce(operator.or_, choices), args=None if argv is None else list(argv))
     try:
-        return int(command.run())
+        status = int(command.run())
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # `| head` has seen enough: nothing more is to be written, at exit neither
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except (ValueError, ImportError) as error:
         print(f"jaxzero: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
