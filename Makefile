@@ -32,7 +32,7 @@ docs: $(VENV)/.docs
 
 # Executes the notebooks and keeps their outputs.
 notebooks: $(VENV)/.test
-	$(BIN)/python -m pytest -m "slow or not slow" --overwrite -n 0 notebooks $(ARGS)
+	$(BIN)/python notebooks/execute.py $(ARGS)
 
 clean:
 	rm -rf .venv .venv312 runs build .pytest_cache .mypy_cache .ruff_cache .hypothesis
