@@ -19,7 +19,7 @@ METHODS = ("value_and_grad", "forward", "optimizer")
 OPTIONS = {f.name for f in dataclasses.fields(jaxzero.Zero)}
 OPTIONS |= {name for method in METHODS for name in inspect.signature(getattr(jaxzero.Zero, method)).parameters}
 #: Built at the same time as these pages.
-PENDING = {"master_weights", "dynamic_loss_scale", "predivide", "param_specs"}
+PENDING = {"param_specs"}
 
 
 def unknown(names, owner):

@@ -5,7 +5,10 @@ import re
 
 import jax
 import numpy as np
+import optax
 import pytest
+
+import jaxzero
 
 ROOT = pathlib.Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -16,22 +19,40 @@ def blocks(text):
     return re.findall(r"```python\n(.*?)```", text, re.DOTALL)
 
 
-def test_programs_run():
+def sections(text):
+    """The Python block below each heading that has one."""
+    parts = re.split(r"^## ", text, flags=re.MULTILINE)
+    return {part.splitlines()[0]: "\n".join(blocks(part)) for part in parts if blocks(part)}
+
+
+def test_programs_run(tmp_path):
     """The quick start, then the guide from top to bottom in the same names."""
     (quick_start,) = blocks(README)
     names: dict[str, object] = {}
     exec(quick_start, names)
     _check_run(names)
     whole = names["params"]
-    stage3, inside, _ = blocks((ROOT / "docs/guide.md").read_text())
-    exec(stage3, names)
+    guide = sections((ROOT / "docs/guide.md").read_text())
+    exec(guide.pop("Stage 3: parameters split too"), names)
     _check_run(names)
     np.testing.assert_array_equal(names["whole"]["w"], whole["w"])
     assert names["logits"].shape == (64, 8)
     assert names["split"]["w"].value.addressable_shards[0].data.size * 8 == names["split"]["w"].value.size
-    exec(inside, names)
+    exec(guide.pop("Inside your own `shard_map`"), names)
     _check_run(names)
     assert float(np.max(np.abs(names["params"]["w"] - whole["w"]))) > 1e-5
+    saved = names["params"]
+    names |= {
+        "zero": jaxzero.Zero(names["mesh"]),
+        "inner": optax.lamb(1e-3),
+        "abstract_params": jax.eval_shape(lambda: saved),
+    }
+    exec(guide.pop("Checkpoints").replace("/checkpoints/run", str(tmp_path / "run")), names)
+    _check_run(names)
+    np.testing.assert_array_equal(names["params"]["w"], saved["w"])
+    assert names["position"] == {"next batch": 100}
+    for heading, block in guide.items():  # what needs more than the quick start has
+        compile(block, heading, "exec")
 
 
 def test_quick_start_has_fifteen_lines():
