@@ -15,6 +15,7 @@ from .plain import zero2 as zero2
 from .plain import zero3 as zero3
 from .precision import master_weights as master_weights
 from .topology import topology as topology
+from .verify import Verification as Verification
 from .zero import Zero as Zero
 
 __version__ = "0.1.0"

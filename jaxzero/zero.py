@@ -7,16 +7,11 @@ from typing import Any
 import optax
 
 from . import checks, placement, wrapper
-from . import memory as remembering
-from . import plan as planning
-from .loss_methods import LossMethods
-from .memory import Memory
-from .partition import Report
-from .plan import Plan
+from .report_methods import ReportMethods
 
 
 @dataclasses.dataclass(frozen=True)
-class Zero(LossMethods):
+class Zero(ReportMethods):
     """Training state split over a mesh, with the numbers of the unsharded run (ZeRO stages 1, 2 and 3).
 
     The inner optimizer is traced at full, unsharded shapes and the traced program is evaluated on even
@@ -227,84 +222,3 @@ class Zero(LossMethods):
         """
         checks.wrapped(tx, wrapper.ShardedOptimizer)
         return tx.calls.update("apply", grads, opt_state, params, extra)
-
-    def explain(self, inner: optax.GradientTransformation, params: Any) -> Report:
-        """What the partitioner does with each equation of `inner.update`, and what it costs.
-
-        Traces only: nothing is computed or sent. Gradients are taken as split, as `value_and_grad` gives
-        them; the collectives of the stage itself come on top.
-
-        Args:
-          inner: The optimizer, not wrapped.
-          params: Parameters, concrete or abstract.
-
-        Returns:
-          A `Report`; `print` it.
-
-        Examples:
-          >>> import jax, jax.numpy as jnp, optax, jaxzero
-          >>> zero = jaxzero.Zero(jax.make_mesh((8,), ("data",)))
-          >>> report = zero.explain(optax.adam(1e-3), {"w": jnp.ones((16, 4))})
-          >>> len(report.crossings)
-          0
-        """
-        record, axes = wrapper.Calls(self, inner, False).record(params)
-        return Report.of(record, axes.n)
-
-    def plan(
-        self,
-        params: Any,
-        inner: optax.GradientTransformation | None = None,
-        *,
-        accumulate: int = 1,
-        sync: str = "each",
-    ) -> Plan:
-        """What each device will hold and send: memory at rest at every stage, traffic per step and mesh axis.
-
-        Traces only: nothing is allocated, compiled or sent, and the mesh may be a `jax.sharding.AbstractMesh`. At
-        stage 3 traffic follows the loss that `observe` saw; without one each parameter is taken to be used once
-        forward and once backward.
-
-        Args:
-          params: Parameters, whole or split, concrete or abstract.
-          inner: The optimizer, not wrapped; without one its state is missing.
-          accumulate: As for `value_and_grad`.
-          sync: As for `value_and_grad`.
-
-        Returns:
-          A `Plan`: `print` it, or `to_dict()`, or `plot()`.
-
-        Raises:
-          ValueError: For parameters without leaves or with leaves that are no arrays, and as `value_and_grad`.
-
-        Examples:
-          >>> import jax, jax.numpy as jnp, optax, jaxzero
-          >>> zero = jaxzero.Zero(jax.sharding.AbstractMesh((8,), ("data",)), stage=2)
-          >>> plan = zero.plan({"w": jax.ShapeDtypeStruct((1024, 512), jnp.float32)}, optax.adamw(1e-3))
-          >>> [row.total for row in plan.at_rest]
-          [8388612, 4718596, 2883588, 1048580]
-        """
-        return planning.make(self._options, params, inner, accumulate, sync)
-
-    def memory(self, compiled: Any) -> Memory:
-        """What a compiled program needs of each device's memory, as XLA says; sends nothing.
-
-        Args:
-          compiled: What `jax.jit(f).lower(*args).compile()` returned, for devices that are here or not.
-
-        Returns:
-          A `Memory`, in bytes per device; `print` it.
-
-        Raises:
-          ValueError: If `compiled` is no compiled program.
-
-        Examples:
-          >>> import jax, jax.numpy as jnp, jaxzero
-          >>> zero = jaxzero.Zero(jax.make_mesh((8,), ("data",)), stage=3)
-          >>> params = zero.shard({"w": jnp.ones((64, 64))})
-          >>> step = jax.jit(zero.value_and_grad(lambda p, x: jnp.mean((x @ p["w"]) ** 2)))
-          >>> memory = zero.memory(step.lower(params, jnp.ones((8, 64))).compile())
-          >>> memory.arguments  # an eighth of the parameters and of the batch
-          2304
-        """
-        return remembering.memory(compiled)

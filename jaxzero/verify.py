@@ -1,0 +1,285 @@
+"""What a compiled training step does, held against what its plan promises."""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import optax
+
+from . import plan as planning
+from .hlo import GATHER, REDUCE, SCATTER, Collectives, collectives
+from .hlo_text import Argument, Program, parse, sizes, text_of
+from .mesh import Axes, path_text
+from .options import Options
+from .partition import size_text
+from .plan import Plan
+from .state import Leaf, leaves_of
+
+CALL = "verify"
+#: Bytes below which a collective, an argument or a difference is no matter.
+SMALL = 4096
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """One promise and what became of it.
+
+    Attributes:
+      what: What is promised: traffic of a kind over some axes, memory, ...
+      promised: Bytes, or a count where `what` says so.
+      found: The same, in the compiled program.
+      problem: What is wrong; empty if nothing is.
+      fix: What to do about it.
+    """
+
+    what: str
+    promised: float
+    found: float
+    problem: str = ""
+    fix: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Verification:
+    """A compiled program that keeps what its plan promises; `print` shows promised and found.
+
+    Attributes:
+      checks: What was promised, and found.
+      collectives: The collectives of the program.
+    """
+
+    checks: tuple[Check, ...]
+    collectives: Collectives
+
+    def __str__(self) -> str:
+        return table(self.checks)
+
+
+def table(checks: Sequence[Check]) -> str:
+    """Promised and found, one line each."""
+    width = max(len(c.what) for c in checks)
+    head = f"{'per device':{width}s}  {'promised':>9s}  {'found':>9s}"
+    rows = (
+        f"{c.what:{width}s}  {size_text(c.promised):>9s}  {size_text(c.found):>9s}  {c.problem or 'ok'}" for c in checks
+    )
+    return "\n".join([head, *rows])
+
+
+def verify(
+    options: Options,
+    compiled: Any,
+    params: Any,
+    inner: optax.GradientTransformation | None,
+    accumulate: int,
+    sync: str,
+    donated: bool,
+) -> Verification:
+    """See `Zero.verify`."""
+    program = parse(text_of(CALL, compiled))
+    plan = planning.make(options, params, inner, accumulate, sync)
+    axes, _ = options.context(CALL)
+    if program.devices != options.mesh.size:
+        raise ValueError(
+            f"{CALL}: the program was compiled for {program.devices} devices; expected {options.mesh.size}, the mesh "
+            f"{dict(options.mesh.shape)}. Fix: verify it with the Zero that it was made with."
+        )
+    found = collectives(compiled, options.mesh)
+    leaves = [leaf for leaf in leaves_of(params, axes.n, options.stacked).leaves if leaf.layout is not None]
+    owned = _owned(program, leaves)
+    checks = [
+        *_traffic(options, program, plan, found, axes, inner is not None),
+        *_on_use(options, program, found, leaves, axes, accumulate),
+        *_at_rest(options, plan, owned, inner is not None, axes),
+        *(_reused(program, owned) if donated else ()),
+    ]
+    wrong = [c for c in checks if c.problem]
+    if wrong:
+        missing_first = sorted(wrong, key=lambda c: c.problem != "missing")
+        fixes = " ".join(dict.fromkeys(f"Fix: {c.fix}" for c in missing_first))
+        raise ValueError(
+            f"{CALL}: the compiled program is not what was promised: "
+            f"{'; '.join(f'{c.what}: {c.problem}' for c in wrong)}. {fixes}\n{table(checks)}"
+        )
+    return Verification(tuple(checks), found)
+
+
+# --- traffic -------------------------------------------------------------------------------------
+
+
+def _traffic(
+    options: Options, program: Program, plan: Plan, found: Collectives, axes: Axes, known: bool
+) -> Iterator[Check]:
+    """Bytes sent, by kind and axes; those over axes that are not jaxzero's are not its promise."""
+    promised: dict[tuple[str, tuple[str, ...]], float] = {}
+    for row in plan.traffic:
+        promised[row.kind, row.axes] = promised.get((row.kind, row.axes), 0.0) + row.nbytes
+    sent: dict[tuple[str, tuple[str, ...]], float] = {}
+    for x in found:
+        if x.sent and set(x.axes or ()) & set(axes.every):
+            sent[x.kind, x.axes or ()] = sent.get((x.kind, x.axes or ()), 0.0) + x.sent
+    if program.on_tpu:
+        promised, sent = _together(promised), _together(sent)
+    for key in sorted({*promised, *sent}):
+        want, have = promised.get(key, 0.0), sent.get(key, 0.0)
+        low, high = _limits(options, program, key[0], want)
+        what = f"{key[0]} over {'+'.join(key[1])}"
+        if have < low:
+            yield Check(what, want, have, "missing", _missing(key[0], axes))
+        elif have > high:
+            fix = _extra(key, axes) + ("" if known else " If the optimizer sends it, pass the optimizer: inner=.")
+            yield Check(what, want, have, "more than promised" if want > SMALL else "not promised", fix)
+        elif max(want, have) > SMALL:
+            yield Check(what, want, have)
+
+
+def _together(sent: dict[tuple[str, tuple[str, ...]], float]) -> dict[tuple[str, tuple[str, ...]], float]:
+    """All kinds in one: XLA makes all-reduces of gathers and reduce-scatters for TPUs."""
+    out: dict[tuple[str, tuple[str, ...]], float] = {}
+    for (_, over), nbytes in sent.items():
+        out["traffic", over] = out.get(("traffic", over), 0.0) + nbytes
+    return out
+
+
+def _limits(options: Options, program: Program, kind: str, promised: float) -> tuple[float, float]:
+    """The least and the most that keep a promise.
+
+    For CPUs XLA may merge the gathers of one parameter; for TPUs it sends operands of products as bfloat16, sums
+    before a loop ends what was to be reduced in each turn, and reduces what was to be gathered. What a loss does with
+    its parameters nobody knows that has not observed it.
+    """
+    seen = options.stage < 3 or (options.observed is not None and options.observed.loss is not None)
+    if promised <= SMALL:
+        return 0.0, SMALL + promised if seen or kind == REDUCE else float("inf")
+    low, high = 0.99 * promised, 1.01 * promised + SMALL
+    if options.stage == 3 and kind == GATHER:
+        low = 0.2 * promised
+    if program.on_tpu:
+        low, high = 0.2 * promised, 2.05 * promised + SMALL
+    return low, high if seen or kind == REDUCE else float("inf")
+
+
+def _missing(kind: str, axes: Axes) -> str:
+    if kind == SCATTER:
+        return f"jax.lax.psum_scatter over {axes.shard}, as zero.value_and_grad does, not jax.lax.psum."
+    if kind == REDUCE:
+        return f"one jax.lax.psum over {axes.replica or axes.shard}, as zero.value_and_grad does."
+    return "zero.apply gathers new parameters, zero.value_and_grad at stage 3 gathers them on use."
+
+
+def _extra(key: tuple[str, tuple[str, ...]], axes: Axes) -> str:
+    kind, over = key
+    if kind == REDUCE and set(over) & set(axes.shard):
+        return (
+            f"where jax.grad stands inside shard_map, jax.lax.pcast(params, {axes.every}, to='varying') before it, or "
+            "autodiff sums whole gradients; and no jax.lax.psum of gradients."
+        )
+    if kind == REDUCE:
+        return f"reduce over {axes.replica} once, after the loop over micro-steps, and only the share."
+    return f"gather and reduce once, over {axes.shard}, by zero.value_and_grad and zero.apply alone."
+
+
+# --- stage 3 -------------------------------------------------------------------------------------
+
+
+def _on_use(
+    options: Options, program: Program, found: Collectives, leaves: Sequence[Leaf], axes: Axes, accumulate: int
+) -> Iterator[Check]:
+    """Parameters are gathered where they are used: stacked ones layer by layer, others a few at a time."""
+    if options.stage < 3:
+        return
+    fix = "no zero.gather in the step: zero.value_and_grad gathers parameters where they are used."
+    idle = set(options.observed.unused) if options.observed else set()
+    used = [leaf for leaf in leaves if leaf.trainable and leaf.path not in idle]
+    stacked = [leaf for leaf in used if leaf.cut.lead and _nbytes(leaf) > SMALL]
+    if stacked:
+        turns = accumulate * min(leaf.shape[0] for leaf in stacked)
+        inside = sum(x.sent for x in found if x.kind == GATHER and 2 * x.times >= turns)  # XLA may unroll by two
+        want = accumulate * sum(map(_nbytes, stacked)) * (axes.n - 1) / axes.n
+        problem = "gathered outside the loop over layers" if inside < 0.2 * want else ""
+        yield Check("all-gather of layers in their loop, at least", want, inside, problem, fix)
+    early = max(_before_products(program, max(options.persist_bytes, SMALL)), key=sum, default=[])
+    plain = sum(map(_nbytes, used)) - sum(map(_nbytes, stacked))
+    if len(early) > options.prefetch + 3 and sum(early) > plain / 2:
+        problem = f"{len(early)} gathers stand before the first matrix product"
+        yield Check("all-gather before the first use", plain / 2, sum(early), problem, fix)
+
+
+def _before_products(program: Program, least: int) -> Iterator[list[int]]:
+    """Of each computation, the bytes of its large gathers before its first matrix product."""
+    for body in program.computations.values():
+        first = next((i for i, x in enumerate(body) if program.is_product(x)), 0)
+        early = [max(sizes(x.type), default=0) for x in body[:first] if x.op in (GATHER, f"{GATHER}-start")]
+        yield [size for size in early if size > least]
+
+
+# --- memory --------------------------------------------------------------------------------------
+
+
+def _nbytes(leaf: Leaf) -> int:
+    return leaf.cut.size * jax.numpy.dtype(leaf.dtype).itemsize
+
+
+def _owned(program: Program, leaves: Sequence[Leaf]) -> list[tuple[Argument, Leaf]]:
+    """The arguments that are parameters, or state of one: those whose name ends with its path."""
+    by_name = {jax.tree_util.keystr(leaf.path): leaf for leaf in leaves}
+    out = []
+    for argument in program.arguments():
+        name = argument.name.removesuffix(".value")
+        longest = max((text for text in by_name if name.endswith(text)), key=len, default=None)
+        if longest is not None and (longest or argument.size in _sizes(by_name[longest])):
+            out.append((argument, by_name[longest]))
+    if leaves and not out:
+        raise ValueError(
+            f"{CALL}: no argument of the program is one of these parameters. Found arguments "
+            f"{[a.name or '(no name)' for a in program.arguments()[:4]]}; expected names that end with "
+            f"{next(iter(by_name))!r}. Fix: pass the parameters that the step takes."
+        )
+    return out
+
+
+def _sizes(leaf: Leaf) -> tuple[int, int]:
+    """Elements on one device: split, and whole."""
+    local = 1
+    for d in leaf.cut.local_shape:
+        local *= d
+    return local, leaf.cut.size
+
+
+def _at_rest(
+    options: Options, plan: Plan, owned: Sequence[tuple[Argument, Leaf]], with_state: bool, axes: Axes
+) -> Iterator[Check]:
+    """No leaf of state is whole, no parameter of stage 3; and all together are no more than planned."""
+    whole: dict[Any, list[Argument]] = {}
+    for argument, leaf in owned:
+        local, full = _sizes(leaf)
+        if argument.size >= full > local:
+            whole.setdefault(leaf.path, []).append(argument)
+    allowed = 0 if options.stage == 3 else 1  # the parameter itself
+    for path, arguments in whole.items():
+        if len(arguments) > allowed:
+            found = sum(a.nbytes for a in arguments)
+            names = ", ".join(a.name for a in arguments[: 3 + allowed])
+            what = f"{path_text(path)} at rest"
+            share = found * allowed / len(arguments) + found * (1 - allowed / len(arguments)) / axes.n
+            problem = f"whole on every device among {names}"
+            yield Check(what, share, found, problem, "tx.init of zero.optimizer, zero.shard and zero.init split them.")
+    if with_state:
+        rest = plan.at_rest[options.stage]
+        want = rest.parameters + rest.state - plan.other_state
+        have = sum(a.nbytes for a, _ in owned)
+        problem = "above the plan" if have > 1.01 * want + SMALL else ""
+        fix = "what the step takes is the state of tx.init and the parameters of zero.shard."
+        yield Check("parameters and state at rest", want, have, problem, fix)
+
+
+def _reused(program: Program, owned: Sequence[tuple[Argument, Leaf]]) -> Iterator[Check]:
+    """Old parameters and state make room for the new ones."""
+    again = program.reused()
+    want = sum(a.nbytes for a, _ in owned)
+    lost = [a for a, _ in owned if a.number not in again]
+    have = want - sum(a.nbytes for a in lost)
+    names = ", ".join(a.name for a in lost[:3])
+    problem = f"not reused: {names}" if want - have > SMALL else ""
+    fix = "jax.jit(step, donate_argnums=(0, 1)), with results placed as the arguments; or verify(..., donated=False)."
+    yield Check("memory of donated arguments, reused", want, have, problem, fix)

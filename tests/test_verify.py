@@ -1,0 +1,185 @@
+"""`verify` passes honest steps and refuses sabotaged ones: programs recorded for every machine, some compiled here."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import record_programs
+import verify_steps
+from verify_steps import HONEST, INNER, PARAMS, SABOTAGED
+
+import jaxzero
+from jaxzero import plan
+
+RECORDED = sorted(record_programs.FOLDER.glob("*.json.xz"))
+#: XLA makes all-reduces of reduce-scatters for TPUs, so what differs in that alone passes.
+SEEN_ON_TPU = ("state left whole", "donation lost", "gathered at the start", "a leaf replicated", "wrong axis")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_plan_for_many_programs():
+    """The plan of a step does not depend on what it was compiled for."""
+    made: dict = {}
+    make = plan.make
+
+    def once(options, params, *how):
+        if params is not PARAMS:
+            return make(options, params, *how)
+        if (options, *how) not in made:
+            made[options, *how] = make(options, params, *how)
+        return made[options, *how]
+
+    plan.make = once
+    yield
+    plan.make = make
+
+
+@functools.cache
+def devices():
+    return np.array(jax.devices())
+
+
+@functools.cache
+def prepared(name):
+    """The `Zero` of a step, and how it is to be verified."""
+    zero, how, _ = (HONEST | {n: f for n, (f, _) in SABOTAGED.items()})[name](devices())
+    return zero, how
+
+
+@functools.cache
+def texts(path):
+    return record_programs.read(path)
+
+
+def test_recorded_for_every_machine_and_version():
+    recorded = {(path.name.split("-")[0], path.name.split("-")[1][:4]) for path in RECORDED}
+    assert recorded >= {("cpu", "0.10"), ("cpu", "0.12"), ("h100", "0.10")}
+    assert all(texts(path).keys() == HONEST.keys() | SABOTAGED.keys() for path in RECORDED)
+
+
+@pytest.mark.parametrize("path", RECORDED, ids=lambda p: p.name.removesuffix(".json.xz"))
+@pytest.mark.parametrize("name", HONEST)
+def test_honest_steps_pass(path, name):
+    zero, how = prepared(name)
+    report = zero.verify(texts(path)[name], PARAMS, INNER, **how)
+    assert not any(check.problem for check in report.checks)
+    assert zero.verify(texts(path)[name], PARAMS, **how).collectives == report.collectives  # without the optimizer too
+
+
+@pytest.mark.parametrize("path", RECORDED, ids=lambda p: p.name.removesuffix(".json.xz"))
+@pytest.mark.parametrize("name", SABOTAGED)
+def test_sabotaged_steps_are_refused(path, name):
+    if path.name.startswith("v5e"):
+        if name in SEEN_ON_TPU:
+            zero, how = prepared(name)
+            with pytest.raises(ValueError, match="verify: the compiled program is not what was promised"):
+                zero.verify(texts(path)[name], PARAMS, INNER, **how)
+        return
+    zero, how = prepared(name)
+    for inner in (INNER, None):
+        with pytest.raises(ValueError, match=SABOTAGED[name][1]) as caught:
+            zero.verify(texts(path)[name], PARAMS, inner, **how)
+        assert "promised      found" in str(caught.value)
+
+
+LIVE = [(name, None) for name in HONEST] + [(name, message) for name, (_, message) in SABOTAGED.items()]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        pytest.param(*row, id=row[0], marks=[] if row[0] in ("MiCS, stage 3", "missing pcast") else pytest.mark.slow)
+        for row in LIVE
+    ],
+)
+def test_compiled_here(name, message):
+    """The same steps, compiled by the JAX that runs."""
+    zero, how, build = (HONEST | {n: f for n, (f, _) in SABOTAGED.items()})[name](devices())
+    if message is None:
+        report = zero.verify(build(), PARAMS, INNER, **how)
+        assert {check.problem for check in report.checks} == {""}
+        assert str(report).splitlines()[0].split() == ["per", "device", "promised", "found"]
+        return
+    with pytest.raises(ValueError, match=message):
+        zero.verify(build(), PARAMS, INNER, **how)
+
+
+# --- changed texts -------------------------------------------------------------------------------
+
+
+def recorded(name):
+    (path,) = [p for p in RECORDED if p.name.startswith("cpu-0.10")]
+    return texts(path)[name], *prepared(name)
+
+
+def test_without_donation_only_when_said():
+    text, zero, how = recorded("donation lost")
+    assert zero.verify(text, PARAMS, INNER, donated=False, **how)
+
+
+def test_a_gather_before_every_product():
+    """Unrolled parameters that are all gathered first: what a plain `jit` would do without barriers."""
+    zero = jaxzero.Zero(verify_steps.flat(devices()), stage=3, persist_bytes=0, chunk_bytes=None)
+    params = {f"w{i}": jax.ShapeDtypeStruct((64, 64), jnp.float32) for i in range(8)}
+
+    def loss(p, x):
+        for i in range(8):
+            x = jnp.tanh(x @ p[f"w{i}"])
+        return jnp.mean(x**2)
+
+    zero = zero.observe(loss, params, jax.ShapeDtypeStruct((16, 64), jnp.float32))
+    gather = "  %g{i} = f32[64,64]{{1,0}} all-gather(%p), replica_groups={{}}, dimensions={{0}}"
+    product = "  %d = f32[64,64]{1,0} dot(%g0, %g1)"
+    scatter = "  %r{i} = f32[8,64]{{1,0}} reduce-scatter(%d), replica_groups={{}}, dimensions={{0}}"
+    share = "  %p{i} = f32[8,64]{{1,0}} parameter({i}), metadata={{op_name=\"p['w{i}']\"}}"
+    rows = lambda form, count=8: [form.format(i=i) for i in range(count)]
+    lazy = [*rows(share), *rows(gather, 4), product, *rows(gather, 10), *rows(scatter)]
+    early = [*rows(share), *rows(gather), product, *rows(gather, 6), *rows(scatter)]
+    text = lambda lines: "\n".join(["HloModule m, num_partitions=8", "ENTRY %main (p: f32[]) -> f32[] {", *lines, "}"])
+    assert zero.verify(text(lazy), params, donated=False)
+    with pytest.raises(ValueError, match="8 gathers stand before the first matrix product"):
+        zero.verify(text(early), params, donated=False)
+
+
+def test_what_an_unknown_optimizer_sends_is_asked_for():
+    text, zero, how = recorded("stage 2")
+    gather = '  %x = f32[4096,64]{1,0} all-gather(%y), replica_groups={}, metadata={op_name="muon"}'
+    text = text.replace("\nENTRY", f"\n%extra () -> f32[] {{\n{gather}\n}}\nENTRY")
+    with pytest.raises(ValueError, match=r"all-gather over data: more than promised.*pass the optimizer: inner="):
+        zero.verify(text, PARAMS, **how)
+
+
+def test_stage_3_that_has_observed_nothing_knows_no_most():
+    text, zero, how = recorded("stage 3")
+    blind = jaxzero.Zero(zero.mesh, stage=3, stacked=zero.stacked, persist_bytes=0)
+    again = '  %x = f32[4096,64]{1,0} all-gather(%y), replica_groups={}, metadata={op_name="again"}'
+    text = text.replace("\nENTRY", f"\n%extra () -> f32[] {{\n{again}\n}}\nENTRY")
+    assert blind.verify(text, PARAMS, INNER, **how)
+    with pytest.raises(ValueError, match="all-gather over data: more than promised"):
+        zero.verify(text, PARAMS, INNER, **how)
+
+
+WRONG = {
+    "no program": (lambda text: 3, PARAMS, "verify: found int, which has no text"),
+    "other devices": (
+        lambda text: text.replace("num_partitions=8", "num_partitions=4"),
+        PARAMS,
+        r"compiled for 4 devices; expected 8, the mesh \{'data': 8\}",
+    ),
+    "other parameters": (
+        lambda text: text,
+        {"theirs": jax.ShapeDtypeStruct((64, 64), jnp.float32)},
+        r"no argument of the program is one of these parameters.*end with \"\['theirs'\]\"",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_arguments(name):
+    change, params, message = WRONG[name]
+    text, zero, _ = recorded("stage 2")
+    with pytest.raises(ValueError, match=message):
+        zero.verify(change(text), params, optax.adam(1e-3))
