@@ -4,6 +4,7 @@ import json
 import math
 import os
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -127,3 +128,65 @@ def test_shapes_have_a_loss(name):
     value, grads = jax.eval_shape(jax.value_and_grad(loss), params, batch)
     assert value.shape == ()
     assert jax.tree.map(lambda x: x.shape, grads) == jax.tree.map(lambda x: x.shape, params)
+
+
+# --- the shorter programs ------------------------------------------------------------------------
+
+
+def output(name, *arguments):
+    """What a program prints; a warning is an error."""
+    run = subprocess.run(
+        [sys.executable, "-W", "error", str(ROOT / "examples" / name), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+    )
+    assert run.returncode == 0, run.stderr
+    return run.stdout
+
+
+def figure(pattern, text):
+    """The number that a pattern finds."""
+    found = re.search(pattern, text)
+    assert found, text
+    return float(found[1].replace(",", ""))
+
+
+def test_shard_map_by_hand():
+    text = output("shard_map_by_hand.py")
+    assert figure(r"agree to (\S+) of", text) < 5e-6
+    assert figure(r"global view +loss \S+ to (\S+)", text) < figure(r"global view +loss (\S+)", text) / 3
+    assert "of the 1056 numbers of a moment each device holds 132" in text
+
+
+def test_mics():
+    text = output("mics.py")
+    flat, groups = re.findall(r"each device sends (\S+) B per step", text)
+    assert int(flat.replace(",", "")) > 2 * int(groups.replace(",", ""))
+    assert figure(r"curves differ by (\S+)", text) < 1e-5
+    assert figure(r"MiCS: loss \S+ to (\S+),", text) < 0.1
+
+
+@pytest.mark.slow
+def test_any_optimizer():
+    text = output("any_optimizer.py")
+    assert figure(r"agree to (\S+) of", text) < 1e-5
+    for name in ("AdamW", "LAMB", "Muon", "Adafactor", "Prodigy"):
+        here, there = re.search(rf"{name}.* (\S+) B, (\S+) B", text).groups()
+        assert int(here.replace(",", "")) < int(there.replace(",", "")) / 2, name
+
+
+@pytest.mark.slow
+def test_finetune_lora():
+    text = output("finetune_lora.py")
+    assert figure(r"with adapters: (\S+)% of turned", text) > 80 > 30 > figure(r"digits, (\S+)% of turned", text)
+    assert "the base is bit for bit what it was" in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", ["1", "3"])
+def test_nnx_vit(stage):
+    text = output("nnx_vit.py", "--stage", stage)
+    assert figure(r"not trained on: (\S+)%", text) > 90
+    assert figure(r"and (\S+) numbers of state", text) < 26_474 * 2 / 8 * 1.1
