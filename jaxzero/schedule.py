@@ -134,7 +134,7 @@ def plan(
     uses = [(i, schedule.unit(view)) for i in range(len(flat.steps) + 1) for view in needs(schedule, i)]
     size = {u: nbytes(schedule.layouts[u.source].shape, u.dtype) for _, u in uses}
     regions = [step.region for step in flat.steps] + [None]
-    schedule.slots, schedule.uses = gathers(uses, size, regions, end, options)
+    schedule.slots, schedule.uses = gathers(uses, size, regions, end, options, _gathering(schedule))
     _reductions(schedule, options)
     return schedule
 
@@ -190,6 +190,17 @@ def _scan(schedule: Schedule, step: Step, options: Options, late: bool) -> None:
         view = inside.views[body.outs[number]]  # type: ignore[index]
         schedule.views[step.outs[number]] = view.stacked(outer[view.source])
     schedule.scans[step] = Scan(inside, sliced, sunk, outer)
+
+
+def _gathering(schedule: Schedule) -> dict[int, int]:
+    """Numbers of the scans that gather in their bodies -> the number of the step that first reads a result."""
+    steps = schedule.flat.steps
+    reads = lambda i, outs: not schedule.passive(steps[i]) and not outs.isdisjoint(steps[i].ins)
+    return {
+        i: next((j for j in range(i + 1, len(steps)) if reads(j, set(step.outs))), len(steps))
+        for i, step in enumerate(steps)
+        if step in schedule.scans and any(slot.large for slot in schedule.scans[step].body.slots)
+    }
 
 
 def _late_gradients(schedule: Schedule, options: Options) -> None:

@@ -4,6 +4,7 @@ A use of a large parameter gathers it; inside one `jax.checkpoint` it is gathere
 with no other large gather between them. Small parameters travel together, in chunks in the order of first
 use, and stay for the forward or the backward pass (`chunk_bytes`) or for both (`persist_bytes`). Each gather
 waits for the data of the use `prefetch` large gathers before it: that bounds how much is whole at any time.
+None lasts through, or runs ahead of, a scan that gathers in its body: it would be whole beside every layer.
 """
 
 import dataclasses
@@ -49,6 +50,7 @@ def gathers(
     regions: Sequence[int | None],
     end: int,
     options: Options,
+    scans: Mapping[int, int],
 ) -> tuple[list[Slot], dict[int, dict[Unit, Slot]]]:
     """Decides which gather serves each use.
 
@@ -58,6 +60,7 @@ def gathers(
       regions: The `jax.checkpoint` that each step stands in.
       end: The last step of the forward pass.
       options: `prefetch`, `persist_bytes`, `chunk_bytes`.
+      scans: Step numbers of scans that gather in their bodies -> the step that first reads a result.
 
     Returns:
       The gathers in order, and by step and unit the gather that serves it.
@@ -85,7 +88,11 @@ def gathers(
         member[key] = chunk
     there: dict[Any, Slot] = {}
     recent: Slot | None = None
+    last = 0
     for i, u in uses:
+        if any(last < scan < i for scan in scans):
+            recent = None
+        last = i
         region = regions[i]
         if u in small:
             units = member[u, span(i, u)]
@@ -104,17 +111,20 @@ def gathers(
                     there[region, u] = slot
             recent = slot
         served.setdefault(i, {})[u] = slot
-    _tie(slots, options.prefetch)
+    _tie(slots, options.prefetch, scans)
     return slots, served
 
 
-def _tie(slots: list[Slot], prefetch: int) -> None:
-    """Each gather waits for the data of the use `prefetch` large gathers before it."""
+def _tie(slots: list[Slot], prefetch: int, scans: Mapping[int, int]) -> None:
+    """Each gather waits for the data of the use `prefetch` large gathers before it, and for scans before it."""
     large = [s for s in slots if s.large]
     before = 0
     for slot in slots:
         if prefetch == 0:
             slot.tied = slot.step
-        elif before >= prefetch:
-            slot.tied = large[before - prefetch].step
+        elif before:
+            slot.tied = large[max(before - prefetch, 0)].step
+        crossed = [read for scan, read in scans.items() if (slot.tied or 0) <= scan < slot.step]
+        if slot.large and crossed:
+            slot.tied = min(max(crossed), slot.step)
         before += slot.large
