@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 import jaxzero
 from jaxzero.layout import Layout, even_split
 
-pytestmark = pytest.mark.grid(4)
+pytestmark = pytest.mark.grid(7)
 
 SETTINGS = list(checks.SETTINGS)
 

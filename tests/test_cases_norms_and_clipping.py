@@ -12,7 +12,7 @@ import pytest
 
 import jaxzero
 
-pytestmark = pytest.mark.grid(3)
+pytestmark = pytest.mark.grid(5)
 
 SETTINGS = list(checks.SETTINGS)
 BATCHES = checks.quadratic_batches()

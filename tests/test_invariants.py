@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxzero
 
-pytestmark = pytest.mark.grid(2)
+pytestmark = pytest.mark.grid(5)
 
 SETTINGS = list(checks.SETTINGS)
 BATCHES = checks.quadratic_batches()
