@@ -218,6 +218,25 @@ def abstract(mesh: Any, shapes: Sequence[tuple[Any, Any]], specs: Any) -> list[j
     ]
 
 
+def put(x: Any, target: Any) -> jax.Array:
+    """`x` placed, also on devices of other processes: every process then has the same value and places its part.
+
+    `jax.device_put` would send the whole of it to all devices, to compare.
+    """
+    if target.is_fully_addressable:
+        return jax.device_put(x, target)
+    if isinstance(x, jax.Array) and not x.is_fully_addressable:
+        return x if x.sharding == target else jax.jit(lambda x: x, out_shardings=target)(x)
+    dtype = jnp.result_type(x)
+    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        data = jax.random.key_data(x)
+        spec = [*target.spec, *[None] * (x.ndim - len(target.spec)), None]
+        sharding = NamedSharding(target.mesh, PartitionSpec(*spec), memory_kind=target.memory_kind)
+        return jax.random.wrap_key_data(put(data, sharding), impl=jax.random.key_impl(x))
+    host = np.asarray(x).astype(dtype, copy=False)
+    return jax.make_array_from_callback(host.shape, target, lambda index: host[index])
+
+
 def place_all(call: str, mesh: Any, paths: Sequence[Any] | None, arrays: Any, specs: Any, axes: Axes) -> list[Any]:
     """A flat list of arrays, each placed by its spec (or all by one)."""
     paths = [()] * len(arrays) if paths is None else paths
@@ -242,7 +261,7 @@ def place(call: str, mesh: Any, path: Any, x: Any, spec: PartitionSpec, own: Seq
             )
     target = NamedSharding(mesh, spec)
     if not isinstance(x, jax.core.Tracer):
-        return jax.device_put(x, target)
+        return put(x, target)
     if AxisType.Explicit in mesh.axis_types and (sharding is None or sharding.spec != spec):
         return jax.reshard(x, target)
     return x

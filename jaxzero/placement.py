@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from . import checks, entry, exchange, mesh, partition
+from . import checks, entry, exchange, mesh, partition, processes
 from .layout import EvenSplit, Layout, even_split, is_split
 from .mesh import Axes, path_text
 from .options import Options
@@ -25,6 +25,8 @@ def born(options: Options, init_fn: Callable[..., Any], *args: Any) -> Any:
     shape are made share by share: no device holds a whole leaf, unless it is computed from one.
     """
     outside(options, "init")
+    if not mesh.is_traced(args):
+        processes.agree("init", options, processes.digests(args))
     if options.stage < 3:
         if mesh.is_traced(args):
             return shard(options, init_fn(*args), "init")
@@ -58,6 +60,8 @@ def shard(options: Options, params: Any, call: str = "shard") -> Any:
     axes, _ = options.context(call)
     checks.parameters(call, options, params)
     leaves = leaves_of(params, axes.n, options.stacked)
+    if not mesh.is_traced(params):
+        processes.agree(call, options, processes.digests(params))
     out = []
     for leaf, x in zip(leaves.leaves, jax.tree.leaves(params, is_leaf=is_split), strict=True):
         if options.stage < 3 or leaf.layout is None:

@@ -2,17 +2,18 @@
 
 import dataclasses
 import json
+import zlib
 from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
+from .mesh import path_text
 from .options import Options
 
-#: Bytes that each process tells the others.
-_ROOM = 8192
 #: Options that are functions or what tracing found: their effect on the layout is compared instead.
 _NOT_COMPARED = ("mesh", "stacked", "observed")
 
@@ -45,22 +46,43 @@ def agree(call: str, options: Options | None, facts: Mapping[str, Any], problem:
             raise ValueError(problem)
         return
     facts = {**(_settings(options) if options is not None else {}), **facts}
-    mine = {"call": call, **{k: str(v)[:200] for k, v in facts.items()}, "problem": problem[:2000]}
-    text = json.dumps(mine).encode()[:_ROOM]
-    room = np.zeros(_ROOM, np.uint8)
-    room[: len(text)] = np.frombuffer(text, np.uint8)
-    rows = np.asarray(multihost_utils.process_allgather(room))
-    told = [json.loads(row.tobytes().rstrip(b"\0")) for row in rows]
-    for process, facts_ in enumerate(told):
-        if facts_.get("problem"):
-            raise ValueError(f"{facts_['problem']} (process {process} of {len(told)})")
-        for name in told[0].keys() | facts_.keys():
-            if told[0].get(name) != facts_.get(name):
+    mine = {"call": call, **{k: str(v) for k, v in facts.items()}, "problem": problem}
+    told = _exchange(json.dumps(mine).encode())
+    for process, theirs in enumerate(told):
+        for name in told[0]:
+            if name != "problem" and theirs.get(name) != told[0][name]:
                 raise ValueError(
-                    f"{call}: processes disagree on {name}. Found {told[0].get(name)} on process 0 and "
-                    f"{facts_.get(name)} on process {process}; expected the same on all {len(told)}. Fix: start every "
-                    "process with the same program and options."
+                    f"{call}: processes disagree on {name}. Found {told[0][name]} on process 0 and {theirs.get(name)} "
+                    f"on process {process}; expected the same on all {len(told)}. Fix: start every process with the "
+                    "same program and options."
                 )
+    for process, theirs in enumerate(told):
+        if theirs["problem"]:
+            raise ValueError(f"{theirs['problem']} (process {process} of {len(told)})")
+
+
+def _exchange(mine: bytes) -> list[Any]:
+    """What each process tells, in the order of processes."""
+    lengths = np.asarray(multihost_utils.process_allgather(np.int32(len(mine))))
+    room = np.zeros(lengths.max(), np.uint8)
+    room[: len(mine)] = np.frombuffer(mine, np.uint8)
+    rows = np.asarray(multihost_utils.process_allgather(room))
+    return [json.loads(row[:length].tobytes()) for row, length in zip(rows, lengths, strict=True)]
+
+
+def digests(tree: Any) -> dict[str, str]:
+    """Of each leaf that a process has for itself, a digest: other processes must have the same value."""
+    if jax.process_count() == 1:
+        return {}
+    found = {}
+    for path, x in jax.tree_util.tree_leaves_with_path(tree):
+        if isinstance(x, jax.core.Tracer) or isinstance(x, jax.Array) and not x.is_fully_addressable:
+            continue
+        if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            x = jax.random.key_data(x)
+        x = np.ascontiguousarray(x)
+        found[f"the value of leaf {path_text(path)!r}"] = f"{x.dtype}{x.shape} {zlib.crc32(x.tobytes()):08x}"
+    return found
 
 
 def broadcast(value: int) -> int:

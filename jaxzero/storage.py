@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 from . import _compat
 from .entries import Entry
 from .extras import need
-from .mesh import Axes
+from .mesh import Axes, put
 from .options import Options
 from .state import is_key
 
@@ -115,7 +115,7 @@ def _item(e: Entry, x: Any, zero: Options | None, axes: Axes) -> Any:
     if zero is not None and e.flat and e.layout is not None:
         return FlatLeaf(e.name, x, e.layout, zero.mesh, axes)
     if jax.process_count() > 1 and x.is_fully_addressable and zero is not None:
-        return jax.device_put(x, NamedSharding(zero.mesh, PartitionSpec()))
+        return put(x, NamedSharding(zero.mesh, PartitionSpec()))
     return x
 
 
@@ -193,7 +193,7 @@ def read(path: Any, zero: Options | None, entries: Sequence[Entry], axes: Axes) 
         found |= _read_group(path, zero, group, axes)
     for e in entries:
         if not e.written:
-            found[e.name] = jax.device_put(np.zeros(e.shape, e.dtype), _sharding(zero, e, axes))
+            found[e.name] = put(np.zeros(e.shape, e.dtype), _sharding(zero, e, axes))
         elif is_key(e.dtype):
             found[e.name] = jax.random.wrap_key_data(found[e.name], impl=_implementation(e.dtype))
     return found

@@ -1,6 +1,7 @@
 """What many tests need: meshes, comparisons, the unsharded run, a fresh interpreter."""
 
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -100,3 +101,30 @@ def run_python(code: str, *, x64: bool = False, timeout: float = 300) -> str:
     )
     assert result.returncode == 0, result.stderr[-4000:]
     return result.stdout
+
+
+def run_processes(
+    script: str, *arguments: str, processes: int = 2, devices: int = 4, timeout: float = 300
+) -> list[str]:
+    """Runs `script` of this folder in several processes that JAX joins; what each wrote to standard output."""
+    with socket.socket() as s:
+        s.bind(("localhost", 0))
+        port = s.getsockname()[1]
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "NPROC": "32"}
+    command = [sys.executable, os.path.join(os.path.dirname(__file__), script)]
+    running = [
+        subprocess.Popen(
+            [*command, f"localhost:{port}", str(processes), str(i), str(devices), *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=env,
+        )
+        for i in range(processes)
+    ]
+    try:
+        ends = [p.communicate(timeout=300) for p in running]
+    finally:
+        for p in running:
+            p.kill()
+    assert not any(p.returncode for p in running), "\n".join(err[-3000:] for _, err in ends)

@@ -1,0 +1,174 @@
+"""Train on several processes, each with its own devices: here two with four CPU devices each, on this machine.
+
+    python examples/multi_process.py
+    python examples/multi_process.py --processes 4 --devices 2 --checkpoint-dir runs/multi_process
+
+On a cluster one process runs on every node, and JAX finds the others by itself: then `jax.distributed.initialize()`
+stands in the place of `join`, and nothing else changes.
+"""
+
+import dataclasses
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+import threading
+from typing import Any
+
+os.environ.setdefault("NPROC", "32")  # several devices on fewer CPU cores need more threads than cores
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import tyro
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxzero
+
+WIDTH = 61  # divides by nothing
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Train a small network on several processes."""
+
+    processes: int = 2
+    """How many processes."""
+    devices: int = 4
+    """CPU devices of each."""
+    stage: int = 3
+    """ZeRO stage."""
+    steps: int = 20
+    """Training steps."""
+    checkpoint_dir: pathlib.Path | None = None
+    """Where checkpoints go, every 10 steps; training goes on from the latest one there."""
+    coordinator: str = ""
+    """Address of process 0; default: a free port of this machine."""
+    process: int | None = None
+    """Which process this is; default: none of them, but the one that starts them."""
+    timeout: int = 60
+    """Seconds to wait for the other processes."""
+
+
+def start(options: Options) -> int:
+    """Start all processes and wait for them; if one fails, end the others."""
+    coordinator = options.coordinator or f"localhost:{free_port()}"
+    same = [sys.executable, *sys.argv, "--coordinator", coordinator]
+    running = [subprocess.Popen([*same, "--process", str(i)]) for i in range(options.processes)]
+    try:
+        while any(p.poll() is None for p in running) and not any(p.returncode for p in running):
+            for p in running:
+                try:
+                    p.wait(0.1)
+                except subprocess.TimeoutExpired:
+                    continue
+    finally:
+        for p in running:
+            if p.poll() is None:
+                p.kill()
+    return max((abs(p.wait()) for p in running if p.returncode != -9), default=1)
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("localhost", 0))
+        return int(s.getsockname()[1])
+
+
+def join(options: Options) -> None:
+    """Make this process one of many. On SLURM and TPU pods `jax.distributed.initialize()` finds all of this itself."""
+    jax.config.update("jax_num_cpu_devices", options.devices)
+    watch = threading.Timer(options.timeout, give_up, [options])  # JAX would abort with a stack trace
+    watch.start()
+    jax.distributed.initialize(
+        options.coordinator, options.processes, options.process, initialization_timeout=options.timeout + 30
+    )
+    watch.cancel()
+
+
+def give_up(options: Options) -> None:
+    print(
+        f"multi_process: process {options.process} waited {options.timeout} s for {options.processes} processes to "
+        f"meet at {options.coordinator}. Is each running, and does it reach that address?",
+        file=sys.stderr,
+        flush=True,
+    )
+    os._exit(1)
+
+
+def init_fn(key: jax.Array) -> Any:
+    first, second = jax.random.split(key)
+    return {
+        "in": jax.random.normal(first, (WIDTH, 256)) / 8,
+        "bias": jnp.zeros(256),
+        "out": jax.random.normal(second, (256, 1)) / 16,
+    }
+
+
+def loss_fn(params: Any, x: jax.Array, y: jax.Array) -> jax.Array:
+    hidden = jax.nn.gelu(x @ params["in"] + params["bias"])
+    return jnp.mean((hidden @ params["out"] - y) ** 2)
+
+
+def examples_of(process: int, step: int, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """This process's examples of a step: each reads its own part of the data."""
+    rng = np.random.default_rng([process, step])
+    x = rng.normal(size=(count, WIDTH)).astype(np.float32)
+    return x, np.sin(x[:, :1]) + x[:, 1:2]
+
+
+def train(options: Options) -> None:
+    """The same program on every process."""
+    mesh = jax.make_mesh((jax.device_count(),), ("data",))
+    zero = jaxzero.Zero(mesh, stage=options.stage)
+    inner = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(3e-3))
+    tx = zero.optimizer(inner)
+    grad_fn = zero.value_and_grad(loss_fn)
+
+    @jax.jit
+    def step(params: Any, state: Any, x: jax.Array, y: jax.Array) -> tuple[Any, Any, jax.Array, jax.Array]:
+        loss, grads = grad_fn(params, x, y)
+        norm = optax.tree.norm(grads)  # padding is zero, so this is the norm of the gradient
+        params, state = zero.apply(tx, grads, state, params)
+        return params, state, loss, norm
+
+    first = 0
+    if options.checkpoint_dir is not None and jaxzero.latest(options.checkpoint_dir) is not None:
+        abstract = jax.eval_shape(init_fn, jax.random.key(0))
+        params, state, first, _ = jaxzero.restore(options.checkpoint_dir, zero, abstract, inner)
+    else:
+        params = zero.init(init_fn, jax.random.key(0))
+        state = jax.jit(tx.init)(params)
+
+    by_example = NamedSharding(mesh, P("data"))
+    for i in range(first, options.steps):
+        mine = examples_of(jax.process_index(), i, 8 * jax.local_device_count())
+        batch = [jax.make_array_from_process_local_data(by_example, x) for x in mine]
+        params, state, loss, norm = step(params, state, *batch)
+        if jax.process_index() == 0:  # loss and norm are whole on every device, so any process can read them
+            print(f"step {i + 1:3d}  loss {float(loss):.6f}  gradient norm {float(norm):.4f}", flush=True)
+        if options.checkpoint_dir is not None and (i + 1) % 10 == 0:
+            jaxzero.save(options.checkpoint_dir, i + 1, zero, params, state).wait()
+
+    whole = zero.gather(params)  # plain arrays, whole on every device
+    norm = optax.tree.norm(jax.tree.map(lambda x: x.addressable_data(0), whole))
+    print(
+        f"process {jax.process_index()} of {jax.process_count()}: {jax.local_device_count()} of {jax.device_count()} "
+        f"devices, parameters of norm {float(norm):.6f}",
+        flush=True,
+    )
+
+
+def main(options: Options) -> None:
+    """Start the processes, or be one of them."""
+    if options.process is None:
+        sys.exit(start(options))
+    join(options)
+    train(options)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options))
