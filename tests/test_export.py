@@ -14,6 +14,7 @@ import safetensors.flax
 from jax.sharding import PartitionSpec as P
 
 import jaxzero
+from jaxzero import cli
 from jaxzero.export import export
 
 
@@ -87,3 +88,14 @@ def test_what_cannot_be_exported(tmp_path):
     jaxzero.save(tmp_path, 6, None, {"a.b": jnp.ones(3), "a": {"b": jnp.ones(3)}}, None).wait()
     with pytest.raises(ValueError, match="have the same name when joined by dots"):
         export(tmp_path)
+
+
+def test_command_line(tmp_path, capsys):
+    save(tmp_path, {"w": jnp.arange(5.0)})
+    assert cli.main(["export", str(tmp_path), "--to", "safetensors"]) == 0
+    assert capsys.readouterr().out.split() == [str(tmp_path / "safetensors" / "4" / "model.safetensors")]
+    np.testing.assert_array_equal(load(tmp_path / "safetensors" / "4")["w"], np.arange(5.0))
+    assert cli.main(["export", str(tmp_path), "--step", "5"]) == 2
+    assert "jaxzero: export: " in capsys.readouterr().err
+    assert cli.main(["export", str(tmp_path), "--out", str(tmp_path / "o"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"folder": str(tmp_path / "o"), "files": ["model.safetensors"]}

@@ -17,7 +17,7 @@ A, B, C = (Unit(Var(jax.ShapeDtypeStruct((1024, 1024), F32)), F32) for _ in rang
 
 def ties(uses, prefetch, scans=()):
     slots, _ = gathers(
-        uses, dict.fromkeys((A, B, C), 4 * 2 ** 20), [None] * 99, 99, Options(prefetch=prefetch), dict(scans)
+        uses, dict.fromkeys((A, B, C), 4 * 2**20), [None] * 99, 99, Options(prefetch=prefetch), dict(scans)
     )
     return [slot.tied for slot in slots]
 

@@ -9,11 +9,11 @@ from typing import Annotated, Any
 
 import tyro
 
-from . import compile, doctor, plan
+from . import compile, doctor, export, plan
 
 #: Modules of one command each: its class, named like the module, is its arguments, and `run()` does it.
-COMMANDS = (plan, compile, doctor)
-ABOUT = """ZeRO for JAX: see a plan, compile for a machine that is not here, check an installation.
+COMMANDS = (plan, compile, export, doctor)
+ABOUT = """ZeRO for JAX: see a plan, compile for a machine that is not here, export a checkpoint, check an installation.
 
 Exit status: 0; 1 if a check failed; 2 if what was asked cannot be done. Results go to stdout, with --json as one
 JSON document; progress and errors go to stderr."""
