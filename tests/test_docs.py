@@ -89,3 +89,10 @@ def test_explained_errors_are_raised():
         for q in quoted
     ]
     assert [words for words in fixed if words not in code] == []
+
+
+def test_map_of_the_code_names_files_that_exist():
+    named = set(re.findall(r"`(\w+\.py)`", (ROOT / "CONTRIBUTING.md").read_text()))
+    there = {path.name for path in (ROOT / "jaxzero").rglob("*.py")}
+    assert len(named) > 30
+    assert named - there == set()
