@@ -49,11 +49,12 @@ MESHES = {
     "2x4": ((2, 4), ("replica", "shard"), REPLICAS),
     "2x2x2": ((2, 2, 2), ("replica", "node", "local"), HOPS),
 }
-#: One with state for each parameter, one with state of other shapes, one with state of its own.
+#: With state for each parameter, with state of other shapes, with state of its own, with parameters in the state.
 INNERS = {
     "adamw": lambda: optax.adamw(1e-2),
     "adafactor": lambda: optax.adafactor(1e-2, min_dim_size_to_factor=4),
     "clip, momentum": lambda: optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(0.1, momentum=0.9)),
+    "master weights": lambda: jaxzero.master_weights(optax.adam(1e-2)),
 }
 
 
@@ -97,7 +98,7 @@ def test_planned_bytes_are_those_of_arrays(tree, stage, mesh):
 @pytest.mark.grid(5)
 @pytest.mark.parametrize(("inner", "mesh"), [*itertools.product(INNERS, MESHES)])
 def test_planned_state_is_that_of_any_optimizer(inner, mesh):
-    inner, params = INNERS[inner](), TREES["layers"]()
+    inner, params = INNERS[inner](), TREES["layers"]() | TREES["bf16"]()
     zero = make_zero(mesh, 2)
     assert zero.plan(params, inner).at_rest[2].state == held(zero.optimizer(inner).init(params))
     assert zero.plan(params, inner).at_rest[0].state == held(inner.init(params))
