@@ -88,12 +88,12 @@ def rms_norm(x: jax.Array, scale: jax.Array) -> jax.Array:
 
 
 def gpt(vocabulary: int, width: int, layers: int, heads: int, batch: tuple[int, int]) -> Problem:
-    """A GPT whose layers stand one after the other, each inside `jax.checkpoint`."""
+    """A GPT whose layers are scanned, each inside `jax.checkpoint`."""
     weight = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
-    dense = lambda n, m: {"w": weight(n, m), "b": weight(m)}
-    norm = lambda: {"scale": weight(width), "bias": weight(width)}
-    block = lambda: {
-        "norms": [norm(), norm()],
+    dense = lambda n, m: {"w": weight(layers, n, m), "b": weight(layers, m)}
+    norm = lambda *stack: {"scale": weight(*stack, width), "bias": weight(*stack, width)}
+    blocks = {
+        "norms": [norm(layers), norm(layers)],
         "qkv": dense(width, 3 * width),
         "out": dense(width, width),
         "up": dense(width, 4 * width),
@@ -102,7 +102,7 @@ def gpt(vocabulary: int, width: int, layers: int, heads: int, batch: tuple[int, 
     params = {
         "embed": weight(vocabulary, width),
         "position": weight(batch[1], width),
-        "layers": [block() for _ in range(layers)],
+        "layers": blocks,
         "norm": norm(),
     }
     affine = lambda x, p: x @ p["w"] + p["b"]
@@ -116,8 +116,7 @@ def gpt(vocabulary: int, width: int, layers: int, heads: int, batch: tuple[int, 
 
     def loss(params: Any, tokens: jax.Array) -> jax.Array:
         x = params["embed"][tokens[:, :-1]] + params["position"]
-        for p in params["layers"]:
-            x = jax.checkpoint(layer)(x, p)
+        x, _ = jax.lax.scan(lambda x, p: (jax.checkpoint(layer)(x, p), None), x, params["layers"])
         return cross_entropy(layer_norm(x, params["norm"]) @ params["embed"].T, tokens[:, 1:])
 
     return params, loss, jax.ShapeDtypeStruct((batch[0], batch[1] + 1), jnp.int32)
