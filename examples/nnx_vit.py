@@ -79,7 +79,7 @@ def main(stage: Literal[1, 2, 3] = 3, steps: int = 150) -> None:
     nnx.update(model, zero.shard(nnx.state(model)))  # <-- as it rests at this stage; keys and counts are whole
     inner = optax.adamw(optax.cosine_decay_schedule(1e-2, steps))
     optimizer = nnx.Optimizer(model, zero.optimizer(inner), wrt=nnx.Param)  # <--
-    nnx.update(optimizer, zero.shard(nnx.state(optimizer, nnx.optimizer.OptState)))
+    optimizer.step[...] = zero.shard(optimizer.step[...])  # all on one mesh, or the second step compiles again
 
     def loss_fn(params: Any, rest: Any, images: jax.Array, labels: jax.Array) -> Any:
         model = nnx.merge(graph, params, rest)  # the keys of its Rngs are another one on each device
