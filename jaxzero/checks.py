@@ -90,10 +90,11 @@ def gradients(call: str, grads: Leaves, arrays: Sequence[Any], params: Leaves, m
             )
         if is_split(x):
             kind = wanted.layout.kind if wanted.layout else "whole"
+            plain = wanted.layout is None or wanted.layout.plain
             stored = wanted.layout.local_shape if manual and wanted.layout else None
             stored = stored or (wanted.layout.stored_shape if wanted.layout else wanted.shape)
             stored_shape(call, "gradient", leaf.path, x.value.shape, stored, params_n(wanted))
-            if kind != "flat":
+            if plain:
                 raise ValueError(
                     f"{call}: gradient leaf {path_text(leaf.path)!r} is an EvenSplit, but here its "
                     f"layout is {kind}: it was split for another mesh. Expected a plain array of "
@@ -142,8 +143,9 @@ def state_arrays(call: str, arrays: Sequence[Any], leaves: Sequence[StateLeaf], 
         sharding = None if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None)
         if leaf.layout is None or not isinstance(sharding, NamedSharding):
             continue
+        mine = leaf.layout.lead  # other axes may shard the other dimensions
         here = sharding.shard_shape(x.shape)
-        if here not in (leaf.layout.local_shape, x.shape):
+        if here[mine] not in (leaf.layout.local_shape[mine], x.shape[mine]):
             stored_shape(call, "state (per device)", leaf.path, here, leaf.layout.local_shape, axes.n)
 
 

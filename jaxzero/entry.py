@@ -66,7 +66,8 @@ def gradients(
         for i, x in zip(cut, means, strict=True):
             out[i] = Split(x, leaves[i].cut)
         rest = [i for i in todo if leaves[i].layout is None]
-        means = synchronise.mean_whole([arrays[i] for i in rest], ctx.axes, options)
+        beside = [leaves[i].beside for i in rest]
+        means = synchronise.mean_whole([arrays[i] for i in rest], beside, ctx.axes, options)
         for i, x in zip(rest, means, strict=True):
             out[i] = x
     return out

@@ -4,6 +4,9 @@ All functions run inside a manual region over the axes of `hops` (outer first). 
 travels alone and uncopied; smaller ones are joined: `[n, k]` blocks concatenated along axis 1 into
 `[n, sum k]`, one collective, cut back per leaf, so row `i` is exactly what device `i` keeps. Buckets
 are transport: nothing is ever stored in them.
+
+A leaf that other mesh axes shard travels alone too, in a nested region that is manual over them: the compiler
+would make it whole over these axes at every collective and slice.
 """
 
 import contextlib
@@ -15,10 +18,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import PartitionSpec
 
 from .hops import Hops, far, gather, near, scatter
-from .layout import Layout
+from .layout import Beside, Layout
+from .manual_region import within
 
 Array = jax.Array
 
@@ -68,21 +71,24 @@ def buckets(nbytes: Sequence[int], kinds: Sequence[Any], limit: int | None) -> l
 
 
 def stored(x: Array, layout: Layout) -> Array:
-    """The logical array in its stored shape: ravelled and padded with zeros where it is flat."""
-    if layout.kind == "rows":
+    """The logical array in its stored shape: padded with zeros, and ravelled where it is flat."""
+    lead = layout.lead
+    if layout.kind == "flat":
+        x = x.reshape(*layout.shape[:lead], -1)
+    pad = layout.stored_shape[lead] - x.shape[lead]
+    if not pad:
         return x
-    before = layout.shape[: layout.lead]
-    x = x.reshape(*before, -1)
-    pad = layout.stored_shape[-1] - x.shape[-1]
-    return lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0)] * len(before) + [(0, pad, 0)]) if pad else x
+    return lax.pad(x, jnp.zeros((), x.dtype), [(0, pad if d == lead else 0, 0) for d in range(x.ndim)])
 
 
 def logical(x: Array, layout: Layout) -> Array:
     """The inverse of `stored`: the padding is cut off."""
+    lead = layout.lead
     if layout.kind == "rows":
-        return x
-    inner = int(np.prod(layout.shape[layout.lead :], dtype=object))
-    return lax.slice_in_dim(x, 0, inner, axis=layout.lead).reshape(layout.shape)
+        size = layout.shape[lead]
+        return x if x.shape[lead] == size else lax.slice_in_dim(x, 0, size, axis=lead)
+    inner = int(np.prod(layout.shape[lead:], dtype=object))
+    return lax.slice_in_dim(x, 0, inner, axis=lead).reshape(layout.shape)
 
 
 def _blocks(x: Array, layout: Layout) -> Array:
@@ -103,10 +109,14 @@ def share(x: Array, layout: Layout, index: Array) -> Array:
 
     No start index is ever above `n` rows or one dimension, so none overflows 32 bits or is clamped.
     """
+    return within(layout.beside, functools.partial(_share, layout=layout), x, index)
+
+
+def _share(x: Array, index: Array, layout: Layout) -> Array:
+    x = stored(x, layout)
     if layout.kind == "rows":
         length = layout.local_shape[layout.lead]
         return lax.dynamic_slice_in_dim(x, index * length, length, axis=layout.lead)
-    x = stored(x, layout)
     x = x.reshape(*x.shape[:-1], layout.n, layout.length)
     return lax.dynamic_index_in_dim(x, index, axis=layout.lead, keepdims=False)
 
@@ -119,30 +129,16 @@ def leaf_scope(name: str) -> str:
     return f"leaf({name})"
 
 
-def _within(spec: PartitionSpec | None, f: Callable[[Array], Array]) -> Callable[[Array], Array]:
-    """`f` in a nested region, manual over the other mesh axes that shard this leaf.
-
-    Without it the compiler would gather those axes at every collective.
-    """
-    if spec is None:
-        return f
-    used = {a for part in spec if part for a in ((part,) if isinstance(part, str) else part)}
-    return jax.shard_map(f, in_specs=spec, out_specs=spec, axis_names=used)
-
-
-def bucketed(
-    values: Sequence[Any], layouts: Sequence[Layout], limit: int | None, specs: Sequence[PartitionSpec | None]
-) -> list[list[int]]:
-    """The `buckets` of arrays (abstract ones will do) with these layouts; one with a spec of its own goes alone."""
+def bucketed(values: Sequence[Any], layouts: Sequence[Layout], limit: int | None) -> list[list[int]]:
+    """The `buckets` of arrays (abstract ones will do) with these layouts; one that other axes shard goes alone."""
     nbytes = [layout.size * x.dtype.itemsize for x, layout in zip(values, layouts, strict=True)]
-    kinds = [x.dtype if spec is None else None for x, spec in zip(values, specs, strict=True)]
+    kinds = [None if any(layout.beside) else x.dtype for x, layout in zip(values, layouts, strict=True)]
     return buckets(nbytes, kinds, limit)
 
 
 def _joined(
     values: Sequence[Array],
     layouts: Sequence[Layout],
-    specs: Sequence[PartitionSpec | None] | None,
     limit: int | None,
     alone: Callable[..., Array],
     block: Callable[[Array, Layout], Array],
@@ -150,13 +146,12 @@ def _joined(
     unblock: Callable[[Array, Layout], Array],
 ) -> list[Array]:
     """Runs `alone` per large leaf, and `together` on the joined blocks of the small ones."""
-    specs = specs or [None] * len(values)
     out: list[Any] = [None] * len(values)
-    for members in bucketed(values, layouts, limit, specs):
+    for members in bucketed(values, layouts, limit):
         if len(members) == 1:
             (i,) = members
             with jax.named_scope(leaf_scope(layouts[i].name)) if layouts[i].name else contextlib.nullcontext():
-                out[i] = _within(specs[i], functools.partial(alone, layout=layouts[i]))(values[i])
+                out[i] = within(layouts[i].beside, functools.partial(alone, layout=layouts[i]), values[i])
             continue
         parts = [block(values[i], layouts[i]) for i in members]
         sizes = [part.shape[-1] for part in parts]
@@ -174,7 +169,6 @@ def reduce_scatter(
     hops: Hops,
     *,
     bucket_bytes: int | None,
-    specs: Sequence[PartitionSpec | None] | None = None,
 ) -> list[Array]:
     """Sums full local arrays over the axes of `hops`; each device keeps its share.
 
@@ -185,7 +179,6 @@ def reduce_scatter(
       layouts: One per value.
       hops: Manual axes, outer first, each in a collective of its own (`Axes.hops`).
       bucket_bytes: Leaves below this are joined; `None`: none are.
-      specs: Per leaf, its `PartitionSpec` over further mesh axes (rows only), or `None`.
 
     Returns:
       Arrays of the layouts' local shapes; padding is zero.
@@ -193,7 +186,6 @@ def reduce_scatter(
     return _joined(
         values,
         layouts,
-        specs,
         bucket_bytes,
         alone=lambda x, layout: scatter(stored(x, layout), hops, layout.lead),
         block=_blocks,
@@ -208,7 +200,6 @@ def all_gather(
     hops: Hops,
     *,
     bucket_bytes: int | None,
-    specs: Sequence[PartitionSpec | None] | None = None,
 ) -> list[Array]:
     """The whole logical arrays from the devices' shares, typed as equal on all devices.
 
@@ -219,7 +210,6 @@ def all_gather(
       layouts: One per share.
       hops: Manual axes, outer first, each in a collective of its own (`Axes.hops`).
       bucket_bytes: Leaves below this are joined; `None`: none are.
-      specs: Per leaf, its `PartitionSpec` over further mesh axes (rows only), or `None`.
 
     Returns:
       Arrays of the layouts' logical shapes, without padding.
@@ -227,7 +217,6 @@ def all_gather(
     return _joined(
         shares,
         layouts,
-        specs,
         bucket_bytes,
         alone=lambda x, layout: logical(gather(x, hops, layout.lead), layout),
         block=lambda x, layout: x.reshape(1, -1),
@@ -245,7 +234,6 @@ def gather_far(shares: Sequence[Array], layouts: Sequence[Layout], hops: Hops) -
     return _joined(
         shares,
         layouts,
-        None,
         NO_LIMIT,
         alone=lambda x, layout: far(row(x, layout), hops, 0),
         block=row,
@@ -259,7 +247,6 @@ def gather_near(secondary: Sequence[Array], layouts: Sequence[Layout], hops: Hop
     return _joined(
         secondary,
         layouts,
-        None,
         NO_LIMIT,
         alone=lambda x, layout: _unblocks(near(x, hops, 0), layout),
         block=lambda x, layout: x,
@@ -274,6 +261,7 @@ def all_reduce(
     *,
     bucket_bytes: int | None,
     reduce: Callable[..., Array] = lax.psum,
+    beside: Sequence[Beside] | None = None,
 ) -> list[Array]:
     """Reduces arrays of any shape over `axes`; every device gets the result.
 
@@ -284,17 +272,18 @@ def all_reduce(
       axes: Manual axes.
       bucket_bytes: Arrays below this are joined; `None`: none are.
       reduce: `lax.psum`, `lax.pmax` or `lax.pmin`.
+      beside: Per array, the other mesh axes that shard it, if any do.
 
     Returns:
       Arrays of the same shapes, equal on all devices.
     """
-    layouts = [Layout(x.shape, 1, "flat") for x in values]
+    besides = beside or [()] * len(values)
+    layouts = [Layout(x.shape, 1, "flat", beside=b) for x, b in zip(values, besides, strict=True)]
     # XLA on CPU crashes when it folds the sum of a complex constant over devices; so it sees no constant.
     values = [lax.optimization_barrier(x) if jnp.iscomplexobj(x) else x for x in values]
     return _joined(
         values,
         layouts,
-        None,
         bucket_bytes,
         alone=lambda x, layout: reduce(x, axes),
         block=lambda x, layout: x.reshape(-1),

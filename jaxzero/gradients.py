@@ -71,7 +71,11 @@ class Gradient:
             step = self._local_step(params) if program is None else program.step(params, consts, False)
             return self._reduced(step, arrays, typed=False)
 
-        cut = [P() if layout is None else layout.spec(setting.axes.shard) for layout in self._layouts]
+        trainable = [leaf for leaf in setting.leaves.leaves if leaf.trainable]
+        cut = [
+            leaf.spec(setting.axes.shard if layout else None)
+            for leaf, layout in zip(trainable, self._layouts, strict=True)
+        ]
         out_specs = Terms(P(), None, P(), cut)  # type: ignore[arg-type]
         run = setting.region(body, (setting.param_specs, setting.batch_specs, P()), out_specs)
         return run(params, arrays, [] if program is None else program.consts), tree
@@ -157,9 +161,11 @@ class Gradient:
         sums, like = micro_steps.run(step, kinds, arrays, axes, how.accumulate, how.accumulate_dtype, typed)
         weight = None if sums.weight is None else mean.total(sums.weight)
         grads = list(sums.grads if self._summed else self._first_hop(sums.grads))
-        dtypes = [leaf.dtype for leaf in self.setting.leaves.leaves if leaf.trainable]
+        leaves = [leaf for leaf in self.setting.leaves.leaves if leaf.trainable]
+        dtypes = [leaf.dtype for leaf in leaves]
         cut = [i for i, layout in enumerate(self._layouts) if layout is not None]
-        shares = mean.second_hop([grads[i] for i in cut], [dtypes[i] for i in cut], weight)
+        layouts = [leaves[i].cut for i in cut]
+        shares = mean.second_hop([grads[i] for i in cut], layouts, [dtypes[i] for i in cut], weight)
         for i, x in zip(cut, shares, strict=True):
             grads[i] = x
         rest = [i for i, layout in enumerate(self._layouts) if layout is None]
@@ -168,7 +174,8 @@ class Gradient:
         together = [sums.value, *(grads[i] for i in rest), *(aux[j] for j in means)]
         into = [like.value.dtype, *(dtypes[i] for i in rest), *(like.aux[j].dtype for j in means)]
         weights = [weight] * (1 + len(rest)) + [None] * len(means)
-        value, *done = mean.whole([mesh.cast(x, axes.every) if typed else x for x in together], into, weights)
+        beside = [(), *(leaves[i].beside for i in rest), *(() for _ in means)]
+        value, *done = mean.whole([mesh.cast(x, axes.every) if typed else x for x in together], into, weights, beside)
         for i, x in zip(rest, done, strict=False):
             grads[i] = x
         for j, x in zip(means, done[len(rest) :], strict=True):
@@ -195,9 +202,8 @@ class Gradient:
             return jax.tree.structure(None)
         leaves, rebuild = setting.leaves, setting.arguments.rebuild
         aux_of = lambda p, b: losses.check(CALL, self.loss_fn(opened(leaves.unflatten(p)), *rebuild(b)), self.how)[2]
-        traced = partition.trace(
-            aux_of, setting.abstract_params, setting.abstract_batch(arrays), axis_env=setting.axis_env
-        )
+        known, local = setting.abstract_params, setting.abstract_batch(arrays)
+        traced = partition.trace(aux_of, known, local, axis_env=setting.axis_env, mesh=setting.trace_mesh)
         marks = [False] * len(leaves.leaves) + setting.dealt
         losses.check_aux(CALL, traced.out, dependence.depends(traced.jaxpr, marks, setting.axes.every))
         return jax.tree.structure(traced.out)

@@ -10,12 +10,15 @@ above 2**31 elements are fine.
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import jax
 from jax.sharding import PartitionSpec
 
 Shape = tuple[int, ...]
+#: For each dimension the other mesh axes that shard it; empty where none shards any.
+Beside = tuple[tuple[str, ...], ...]
 
 #: Arrays of fewer than `SMALL * n` elements that are not like a parameter stay whole.
 SMALL = 8
@@ -28,16 +31,19 @@ class Layout:
     Attributes:
       shape: The logical shape.
       n: The number of shares.
-      kind: ``"rows"`` (dimension `lead` is cut; it divides by `n`) or ``"flat"`` (the dimensions from
-        `lead` on are ravelled, padded to a multiple of `n`, and cut).
+      kind: ``"rows"`` (dimension `lead` is cut, padded to a multiple of `n` where other axes forbid to ravel) or
+        ``"flat"`` (the dimensions from `lead` on are ravelled, padded to a multiple of `n`, and cut).
       lead: The number of leading dimensions that are not cut.
       name: The leaf it is for, if any: compiled programs name their collectives by it. No part of equality.
+      beside: The other mesh axes that shard each dimension. Shapes are those over all of them together.
 
     Examples:
       >>> Layout((5, 3), 4, "flat").stored_shape
       (16,)
       >>> Layout((6, 8, 3), 4, "rows", 1).local_shape
       (6, 2, 3)
+      >>> Layout((5, 6), 4, "rows", beside=((), ("model",))).stored_shape
+      (8, 6)
     """
 
     shape: Shape
@@ -45,26 +51,31 @@ class Layout:
     kind: Literal["rows", "flat"]
     lead: int = 0
     name: str = dataclasses.field(default="", compare=False, repr=False)
+    beside: Beside = ()
 
     @property
     def length(self) -> int:
         """Elements of one device's share of one layer (of the whole array where `lead` is 0)."""
-        return -(-math.prod(self.shape[self.lead :]) // self.n)
+        return math.prod(self.local_shape[self.lead :])
 
     @property
     def local_shape(self) -> Shape:
         """The shape of one device's share."""
         before, cut = self.shape[: self.lead], self.shape[self.lead :]
         if self.kind == "rows":
-            return (*before, cut[0] // self.n, *cut[1:])
-        return (*before, self.length)
+            return (*before, -(-cut[0] // self.n), *cut[1:])
+        return (*before, -(-math.prod(cut) // self.n))
 
     @property
     def stored_shape(self) -> Shape:
         """The shape of the global array that holds all shares."""
-        if self.kind == "rows":
-            return self.shape
-        return (*self.shape[: self.lead], self.length * self.n)
+        local, lead = self.local_shape, self.lead
+        return (*local[:lead], local[lead] * self.n, *local[lead + 1 :])
+
+    @property
+    def plain(self) -> bool:
+        """Whether the stored array has the logical shape: rows without padding."""
+        return self.kind == "rows" and self.shape[self.lead] % self.n == 0
 
     @property
     def size(self) -> int:
@@ -78,29 +89,74 @@ class Layout:
 
     def spec(self, axes: tuple[str, ...]) -> PartitionSpec:
         """The `PartitionSpec` of the stored array when `axes` (outer first) split it."""
-        return PartitionSpec(*[None] * self.lead, axes if len(axes) > 1 else axes[0])
+        parts = list(self.beside) or [()] * (self.lead + 1)
+        parts[self.lead] = axes
+        return partition_spec(parts)
 
     def per_layer(self) -> "Layout":
         """The layout of one layer of a stacked leaf: the first dimension is gone."""
-        return Layout(self.shape[1:], self.n, self.kind, self.lead - 1, self.name)
+        return Layout(self.shape[1:], self.n, self.kind, self.lead - 1, self.name, _or_none(self.beside[1:]))
+
+    def rows(self, shape: Shape, lead: int, origin: Sequence[int | None] = ()) -> "Layout":
+        """Rows of another array over the same devices.
+
+        Args:
+          shape: Its shape.
+          lead: The dimension that is cut.
+          origin: For each of its dimensions, the one of this array that it comes from, if any.
+
+        Returns:
+          Its layout. What the other axes do to it is a guess, by which only the compiler's work depends.
+        """
+        if not self.beside:
+            return Layout(tuple(shape), self.n, "rows", lead)
+        kept = (
+            self.beside[d] if d is not None and self.shape[d] == size else ()
+            for d, size in zip(origin, shape, strict=True)
+        )
+        return Layout(tuple(shape), self.n, "rows", lead, beside=_or_none(tuple(kept)))
 
 
-def even_split(shape: Shape, n: int, lead: int = 0, name: str = "") -> Layout | None:
+def _or_none(beside: Beside) -> Beside:
+    return beside if any(beside) else ()
+
+
+def partition_spec(parts: Sequence[tuple[str, ...]]) -> PartitionSpec:
+    """Axes for each dimension as a `PartitionSpec`.
+
+    Examples:
+      >>> partition_spec([(), ("data",), ()]) == PartitionSpec(None, "data")
+      True
+    """
+    entries = [(axes if len(axes) > 1 else axes[0]) if axes else None for axes in parts]
+    while entries and entries[-1] is None:
+        entries.pop()
+    return PartitionSpec(*entries)
+
+
+def even_split(shape: Shape, n: int, lead: int = 0, name: str = "", beside: Beside = ()) -> Layout | None:
     """The layout of a parameter-like array of `shape`, or `None` where it stays whole.
 
-    Scalars and empty arrays are whole, and so is a stacked leaf whose layers are scalars.
+    Scalars and empty arrays are whole, and so are a stacked leaf whose layers are scalars and a leaf that has
+    no dimension (of a layer) without one of the other axes.
 
     Examples:
       >>> even_split((16, 3), 8)
-      Layout(shape=(16, 3), n=8, kind='rows', lead=0)
+      Layout(shape=(16, 3), n=8, kind='rows', lead=0, beside=())
       >>> even_split((3,), 8).padding
       5
       >>> even_split((), 8) is None
       True
+      >>> even_split((6, 16), 8, beside=(("model",), ())).lead
+      1
     """
+    shape = tuple(shape)
     if len(shape) <= lead or math.prod(shape) == 0:
         return None
-    return Layout(tuple(shape), n, "rows" if shape[lead] % n == 0 else "flat", lead, name)
+    if any(beside):
+        free = [d for d in range(lead, len(shape)) if not beside[d]]
+        return Layout(shape, n, "rows", free[0], name, beside) if free else None
+    return Layout(shape, n, "rows" if shape[lead] % n == 0 else "flat", lead, name)
 
 
 def default_split(shape: Shape, n: int) -> Layout | None:
@@ -124,14 +180,15 @@ _MISUSED = (
 @jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class EvenSplit:
-    """A parameter or gradient whose stored array is flat and padded, wearing its logical shape.
+    """A parameter or gradient whose stored array is padded (and mostly flat), wearing its logical shape.
 
     A pytree node with one child, so `jax.tree.map`, `jit` and `shard_map` see the stored array. The
     value is the array itself, a `PartitionSpec` (see `Zero.specs`), or whatever a tree map put there.
 
     Args:
       value: The stored array, `(n * k,)` with `k = ceil(size / n)`, or `(layers, n * k)` for a stacked
-        leaf; inside a manual region this device's share of it.
+        leaf; of a leaf that other mesh axes shard, the logical array with one dimension padded. Inside a manual
+        region this device's share of it.
       shape: The logical shape.
 
     Examples:

@@ -12,9 +12,10 @@ from jax.sharding import PartitionSpec
 from . import batches, checks, mesh
 from .batches import Arguments
 from .layout import is_split
+from .manual_region import open_region
 from .mesh import Axes, path_text
 from .options import Options
-from .state import Leaves, bare, leaves_of
+from .state import Leaves, bare
 
 P = PartitionSpec
 
@@ -52,8 +53,7 @@ class Setting:
     @property
     def param_specs(self) -> list[PartitionSpec]:
         """Where parameters are at rest."""
-        cut = [leaf.layout if self.split else None for leaf in self.leaves.leaves]
-        return [P() if layout is None else layout.spec(self.axes.shard) for layout in cut]
+        return [leaf.spec(self.axes.shard if self.split else None) for leaf in self.leaves.leaves]
 
     @property
     def batch_specs(self) -> list[PartitionSpec]:
@@ -78,6 +78,11 @@ class Setting:
         return list(zip(self.axes.every, self.axes.sizes, strict=True))
 
     @property
+    def trace_mesh(self) -> Any:
+        """The mesh under which the user's function is traced outside a region."""
+        return mesh.for_losses(self.options.mesh, self.axes)
+
+    @property
     def dealt(self) -> list[bool]:
         """Which arrays of the batch differ between devices."""
         return [a.cut or a.key for a in self.arguments.arrays]
@@ -88,14 +93,7 @@ class Setting:
         A program written for one device does not pass it (a scan carry that starts as a constant), and
         without it autodiff inserts no reduction.
         """
-        return jax.shard_map(
-            body,
-            mesh=self.options.mesh,
-            in_specs=in_specs,
-            out_specs=out_specs,
-            axis_names=mesh.manual_axes(self.options.mesh, self.axes),
-            check_vma=False,
-        )
+        return open_region(self.options.mesh, self.axes, body, in_specs, out_specs, check_vma=False)
 
 
 def wrap(
@@ -146,7 +144,7 @@ def wrap(
 def _parameters(call: str, params: Any, axes: Axes, options: Options, manual: bool) -> Leaves:
     checks.parameters(call, options, params)
     split = options.stage == 3
-    leaves = leaves_of(params, axes.n, options.stacked, shares=split and manual)
+    leaves = options.leaves(params, axes.n, shares=split and manual)
     for leaf, x in zip(leaves.leaves, jax.tree.leaves(params, is_leaf=is_split), strict=True):
         if is_split(x) and not split:
             raise ValueError(
@@ -156,7 +154,7 @@ def _parameters(call: str, params: Any, axes: Axes, options: Options, manual: bo
         if not split or leaf.layout is None:
             continue
         wanted = leaf.layout.local_shape if manual else leaf.layout.stored_shape
-        if is_split(x) != (leaf.layout.kind == "flat") or np.shape(bare(x)) != wanted:
+        if is_split(x) == leaf.layout.plain or np.shape(bare(x)) != wanted:
             raise ValueError(
                 f"{call}: parameter leaf {path_text(leaf.path)!r} has stored shape {np.shape(bare(x))}; at stage 3 "
                 f"expected {wanted}, its share layout over {axes.n} devices. It is whole, or split for another mesh or "

@@ -2,14 +2,14 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 AxisNames = str | Sequence[str]
 
@@ -153,19 +153,11 @@ def resolve(call: str, mesh: Any, shard: tuple[str, ...], replica: tuple[str, ..
     return Axes(shard, replica, tuple(mesh.shape[a] for a in replica + shard))
 
 
-def manual_axes(mesh: Any, axes: Axes) -> set[str]:
-    """The axes a region opened by the library is manual over: its own, and Explicit ones.
-
-    Axes that the leaves do not use stay with the compiler where they are Auto. An Explicit one is
-    taken along (nothing varies over it): its types would otherwise follow every slice.
-    """
-    explicit = {a for a, t in zip(mesh.axis_names, mesh.axis_types, strict=True) if t == AxisType.Explicit}
-    return {*axes.every} | explicit
-
-
-def region(mesh: Any, axes: Axes, f: Callable[..., Any], in_specs: Any, out_specs: Any) -> Any:
-    """`shard_map` over the library's axes with the type check on: replicas provably agree."""
-    return jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=manual_axes(mesh, axes))
+def for_losses(mesh: Any, axes: Axes) -> AbstractMesh:
+    """The mesh of a loss that is traced outside any region: its constraints may name axes of the compiler's."""
+    if mesh is None or set(mesh.axis_names) <= set(axes.every):
+        return AbstractMesh((), ())
+    return AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
 
 
 # --- types of values inside a manual region ------------------------------------------------------
@@ -245,19 +237,21 @@ def place_all(call: str, mesh: Any, paths: Sequence[Any] | None, arrays: Any, sp
 
 
 def place(call: str, mesh: Any, path: Any, x: Any, spec: PartitionSpec, own: Sequence[str]) -> Any:
-    """`x` placed as `spec` on the mesh; refuses a leaf that other mesh axes shard.
+    """`x` placed as `spec` on the mesh; refuses a leaf that axes other than `own` and those of `spec` shard.
 
     Concrete arrays are moved. Traced ones are resharded where the mesh is Explicit; where it is Auto
     the compiler does it.
     """
     sharding = getattr(jax.typeof(x) if isinstance(x, jax.core.Tracer) else x, "sharding", None)
     if isinstance(sharding, NamedSharding):
-        used = {a for part in sharding.spec for a in names(part if part else None)}
-        if used - set(own) - {PartitionSpec.UNCONSTRAINED}:
+        known = {*own, *used(spec), PartitionSpec.UNCONSTRAINED}
+        if used(sharding.spec) - known:
             raise ValueError(
                 f"{call}: leaf {path_text(path)!r} is already sharded over other mesh axes. Found "
                 f"{sharding.spec} on a mesh of {dict(sharding.mesh.shape)}; expected it whole, or "
-                f"sharded over {tuple(own)} only. Fix: jax.device_put it with PartitionSpec() first."
+                f"sharded over {tuple(own)} only. Fix: Zero(..., param_specs=jax.tree.map(lambda x: x.sharding.spec, "
+                "params)), a tree of PartitionSpecs over the other axes, keeps it so; or jax.device_put it with "
+                "PartitionSpec() first."
             )
     target = NamedSharding(mesh, spec)
     if not isinstance(x, jax.core.Tracer):
@@ -265,3 +259,8 @@ def place(call: str, mesh: Any, path: Any, x: Any, spec: PartitionSpec, own: Seq
     if AxisType.Explicit in mesh.axis_types and (sharding is None or sharding.spec != spec):
         return jax.reshard(x, target)
     return x
+
+
+def used(spec: PartitionSpec) -> set[Any]:
+    """The axes that a spec names."""
+    return {a for part in spec for a in names(part if part else None)}

@@ -12,7 +12,7 @@ from . import partition
 from ._compat import open_program, scan_parts
 from .boxes import opened
 from .flat_program import Flat, Var, flatten
-from .mesh import path_text
+from .mesh import for_losses, path_text
 from .options import Options
 from .state import Leaves, leaves_of
 
@@ -72,13 +72,14 @@ def observe(
 ) -> tuple[Observed, Stacked]:
     """Traces the loss, abstractly, and reads the trace."""
     axes, manual = options.context("observe")
-    leaves = leaves_of(params, axes.n, None, shares=manual and options.stage == 3)
+    leaves = leaves_of(params, axes.n, None, options.beside, shares=manual and options.stage == 3)
     known = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves.leaves]
     count = 1 if manual else axes.n * axes.r
     counts = (1 if i in whole else count for i in range(1, len(batch) + 1))
     local = [jax.tree.map(lambda x, n=n: _local(x, n), b) for n, b in zip(counts, batch, strict=True)]
     env = list(zip(axes.every, axes.sizes, strict=True))
-    program = partition.trace(lambda p, b: loss_fn(opened(leaves.unflatten(p)), *b), known, local, axis_env=env)
+    loss = lambda p, b: loss_fn(opened(leaves.unflatten(p)), *b)
+    program = partition.trace(loss, known, local, axis_env=env, mesh=for_losses(options.mesh, axes))
     flat = flatten(program.jaxpr, program.consts)
     inputs = dict(zip(flat.inputs[: len(known)], range(len(known)), strict=True))
     order: dict[int, None] = {}

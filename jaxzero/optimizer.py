@@ -44,7 +44,7 @@ class Init(Kept):
     @property
     def out_specs(self) -> Any:
         """Specs of the state."""
-        return [_spec(leaf.layout, self.axes) for leaf in self.state]
+        return [leaf.spec(self.axes.shard) for leaf in self.state]
 
     def __call__(self, params: Any, consts: Any) -> Any:
         """Runs inside a manual region: evaluate the inner init on shares."""
@@ -75,7 +75,7 @@ class Update(Kept):
         """Specs of gradients, state, parameters, extra arguments, constants: flat lists."""
         return (
             _given(self.grads, self.split_grads, self.axes),
-            [_spec(leaf.layout, self.axes) for leaf in self.traced.state],
+            [leaf.spec(self.axes.shard) for leaf in self.traced.state],
             _given(self.params, self.split_params, self.axes),
             _WHOLE,
             _WHOLE,
@@ -85,8 +85,8 @@ class Update(Kept):
     def out_specs(self) -> Any:
         """Specs of the updates (or new parameters) and of the new state."""
         return (
-            [_spec(self.rest(leaf), self.axes) for leaf in self.traced.moving],
-            [_spec(leaf.layout, self.axes) for leaf in self.traced.changing],
+            [leaf.spec(self.axes.shard if self.rest(leaf) else None) for leaf in self.traced.moving],
+            [leaf.spec(self.axes.shard) for leaf in self.traced.changing],
         )
 
     def __call__(self, grads: Any, state: Any, params: Any, extra: Any, consts: Any, record: Any = None) -> Any:
@@ -113,9 +113,5 @@ class Update(Kept):
 _WHOLE = PartitionSpec()
 
 
-def _spec(layout: Layout | None, axes: Axes) -> PartitionSpec:
-    return _WHOLE if layout is None else layout.spec(axes.shard)
-
-
 def _given(leaves: tuple[Leaf, ...], shares: tuple[bool, ...], axes: Axes) -> list[PartitionSpec]:
-    return [_spec(leaf.layout if is_share else None, axes) for leaf, is_share in zip(leaves, shares, strict=True)]
+    return [leaf.spec(axes.shard if is_share else None) for leaf, is_share in zip(leaves, shares, strict=True)]

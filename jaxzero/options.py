@@ -11,7 +11,10 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
 from . import mesh as meshes
+from . import param_specs
+from .layout import Beside
 from .mesh import AxisNames
+from .state import Leaves, leaves_of
 
 #: Measured (`benchmarks/buckets.py`): from here on joining costs more in copies than it saves in calls.
 BUCKET_BYTES = 256 * 2**10
@@ -37,6 +40,7 @@ class Options:
     reduce_dtype: Any = None
     predivide: float | None = None
     stacked: Callable[[Any], int] | None = None
+    param_specs: Any = None
     prefetch: int = PREFETCH
     persist_bytes: int = PERSIST_BYTES
     chunk_bytes: int | None = CHUNK_BYTES
@@ -91,6 +95,9 @@ class Options:
                 "stacked=lambda path: 'layers' in jax.tree_util.keystr(path)."
             )
         meshes.check_axes(self.mesh, self.shard_axis, self.replica_axis)
+        object.__setattr__(self, "param_specs", param_specs.normal(self.param_specs))
+        if self.mesh is not None:
+            param_specs.check_axes(self.param_specs, self.mesh.shape, self.replica_axes + self.shard_axes)
         meshes.check_hops(self.mesh, self.shard_axes, self.hierarchical)
 
     @property
@@ -111,6 +118,19 @@ class Options:
         axes = meshes.resolve(call, self.mesh, self.shard_axes, self.replica_axes, manual)
         return dataclasses.replace(axes, hierarchical=self.hierarchical is not False), manual
 
+    def leaves(self, tree: Any, n: int, *, shares: bool = False) -> Leaves:
+        """The leaves of a tree of parameters over `n` shares, with their layouts; `shares` as for `leaves_of`."""
+        return leaves_of(tree, n, self.stacked, self.beside, shares=shares)
+
+    def beside(self, path: Any, leaf: Any) -> Beside:
+        """The other mesh axes that shard each dimension of a leaf; empty where none does."""
+        if self.param_specs is None:
+            return ()
+        here = jax.sharding.get_abstract_mesh()
+        sizes = here.shape if self.mesh is None else self.mesh.shape
+        own = self.replica_axes + self.shard_axes
+        return param_specs.beside(self.param_specs, path, leaf, sizes, own, {*here.manual_axes, *here.explicit_axes})
+
     def _check_regather(self) -> None:
         if self.regather not in (None, "local"):
             raise ValueError(
@@ -127,6 +147,11 @@ class Options:
                 f"Zero: regather={self.regather!r} with shard_axis={self.shard_axis!r} and hierarchical="
                 f"{self.hierarchical!r}. Expected a tuple of shard axes, gathered hop by hop: the last one is inside a "
                 "node. Fix: shard_axis=('node', 'local'), or drop regather."
+            )
+        if self.regather and self.param_specs is not None:
+            raise ValueError(
+                f"Zero: regather={self.regather!r} with param_specs. Expected one of the two: a share of each node is "
+                "kept flat, which leaves of other mesh axes cannot be. Fix: drop regather."
             )
 
     def needs_observed(self, call: str) -> None:

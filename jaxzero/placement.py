@@ -9,11 +9,12 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from . import checks, entry, exchange, mesh, partition, processes
-from .layout import EvenSplit, Layout, even_split, is_split
+from .layout import Beside, EvenSplit, Layout, even_split, is_split, partition_spec
+from .manual_region import only, open_region
 from .mesh import Axes, path_text
 from .options import Options
 from .partition import draws
-from .state import bare, leading, leaves_of, shape_dtype, wear
+from .state import bare, leading, shape_dtype, wear
 
 P = PartitionSpec
 
@@ -30,15 +31,13 @@ def born(options: Options, init_fn: Callable[..., Any], *args: Any) -> Any:
     if options.stage < 3:
         if mesh.is_traced(args):
             return shard(options, init_fn(*args), "init")
-        params = jax.jit(init_fn, out_shardings=NamedSharding(options.mesh, P()))(*args)
-        checks.parameters("init", options, params)
-        return params
+        return _born_whole(options, init_fn, args)
     axes, _ = options.context("init")
     arrays, tree = jax.tree.flatten(args)
     avals = [jax.ShapeDtypeStruct(*shape_dtype(x)) for x in arrays]
     program = partition.trace(lambda xs: init_fn(*jax.tree.unflatten(tree, xs)), avals)
     checks.parameters("init", options, program.out)
-    leaves = leaves_of(program.out, axes.n, options.stacked)
+    leaves = options.leaves(program.out, axes.n)
     layouts = [leaf.layout for leaf in leaves.leaves]
 
     def body(arrays: Any, consts: Any) -> list[Any]:
@@ -46,12 +45,20 @@ def born(options: Options, init_fn: Callable[..., Any], *args: Any) -> Any:
         ctx = partition.Context(axes, options.bucket_bytes, None, born=born)
         return entry.at_rest(ctx, ctx.settle(partition.run(ctx, program.jaxpr, consts, arrays), layouts))
 
-    specs_ = [P() if layout is None else layout.spec(axes.shard) for layout in layouts]
-    run = mesh.region(options.mesh, axes, body, (P(), P()), specs_)
+    specs_ = [leaf.spec(axes.shard) for leaf in leaves.leaves]
+    run = open_region(options.mesh, axes, body, (P(), P()), specs_)
     placed = mesh.place_all("init", options.mesh, None, arrays, P(), axes)
     consts = mesh.place_all("init", options.mesh, None, program.consts, P(), axes)
     stored = run(placed, consts) if mesh.is_traced(placed) else jax.jit(run)(placed, consts)
     return leaves.unflatten([wear(x, layout) for x, layout in zip(stored, layouts, strict=True)])
+
+
+def _born_whole(options: Options, init_fn: Callable[..., Any], args: Any) -> Any:
+    out = jax.eval_shape(init_fn, *args)
+    checks.parameters("init", options, out)
+    leaves = options.leaves(out, 1)
+    placed = leaves.unflatten([NamedSharding(options.mesh, leaf.spec(None)) for leaf in leaves.leaves])
+    return jax.jit(init_fn, out_shardings=placed)(*args)
 
 
 def shard(options: Options, params: Any, call: str = "shard") -> Any:
@@ -59,7 +66,7 @@ def shard(options: Options, params: Any, call: str = "shard") -> Any:
     outside(options, call)
     axes, _ = options.context(call)
     checks.parameters(call, options, params)
-    leaves = leaves_of(params, axes.n, options.stacked)
+    leaves = options.leaves(params, axes.n)
     if not mesh.is_traced(params):
         processes.agree(call, options, processes.digests(params))
     out = []
@@ -70,10 +77,10 @@ def shard(options: Options, params: Any, call: str = "shard") -> Any:
                     f"{call}: leaf {path_text(leaf.path)!r} is an EvenSplit, but at stage {options.stage} "
                     "parameters are whole. Expected a plain array. Fix: zero.gather it first."
                 )
-            out.append(_put(call, options, leaf.path, x, P(), options.mesh.axis_names))
+            out.append(_put(call, options, leaf.path, x, leaf.spec(None), options.mesh.axis_names))
             continue
         if is_split(x):
-            _layout(call, options, leaf.path, x, axes)
+            _layout(call, options, leaf.path, x, axes, leaf.beside)
         stored = _stored(call, options, leaf.path, x, leaf.layout)
         stored = _put(call, options, leaf.path, stored, leaf.layout.spec(axes.shard), axes.every)
         out.append(wear(stored, leaf.layout))
@@ -81,11 +88,11 @@ def shard(options: Options, params: Any, call: str = "shard") -> Any:
 
 
 def _stored(call: str, options: Options, path: Any, x: Any, layout: Layout) -> Any:
-    if is_split(x) or layout.kind == "rows":
+    if is_split(x) or layout.plain:
         return bare(x)
     sharding = getattr(jax.typeof(x) if isinstance(x, jax.core.Tracer) else x, "sharding", None)
     if isinstance(sharding, NamedSharding) and any(sharding.spec):
-        x = mesh.place(call, options.mesh, path, x, P(), options.mesh.axis_names)
+        x = mesh.place(call, options.mesh, path, x, partition_spec(layout.beside), options.mesh.axis_names)
     return exchange.stored(jnp.asarray(x), layout)
 
 
@@ -102,22 +109,22 @@ def gather(options: Options, tree: Any) -> Any:
     axes, manual = options.context("gather")
     if manual:
         return _gather_inside(options, axes, tree)
-    pairs, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_split)
+    leaves = options.leaves(tree, axes.n)
     out = []
-    for path, x in pairs:
+    for leaf, x in zip(leaves.leaves, jax.tree.leaves(tree, is_leaf=is_split), strict=True):
         if not is_split(x):
-            out.append(_put("gather", options, path, x, P(), axes.every))
+            out.append(_put("gather", options, leaf.path, x, leaf.spec(None), axes.every))
             continue
-        layout = _layout("gather", options, path, x, axes)
-        value = mesh.place("gather", options.mesh, path, x.value, layout.spec(axes.shard), axes.every)
+        layout = _layout("gather", options, leaf.path, x, axes, leaf.beside)
+        value = mesh.place("gather", options.mesh, leaf.path, x.value, layout.spec(axes.shard), axes.every)
         out.append(_gather_one(options.mesh, axes, layout)(value))
-    return jax.tree.unflatten(structure, out)
+    return leaves.unflatten(out)
 
 
 @functools.lru_cache(maxsize=512)
 def _gather_one(mesh_: Any, axes: Axes, layout: Layout) -> Callable[[Any], Any]:
     whole = lambda x: exchange.all_gather([x], [layout], axes.hops, bucket_bytes=None)[0]
-    return jax.jit(mesh.region(mesh_, axes, whole, layout.spec(axes.shard), P()))
+    return jax.jit(open_region(mesh_, axes, whole, layout.spec(axes.shard), partition_spec(layout.beside)))
 
 
 def _gather_inside(options: Options, axes: Axes, tree: Any) -> Any:
@@ -128,7 +135,7 @@ def _gather_inside(options: Options, axes: Axes, tree: Any) -> Any:
             "Expected the global view. Fix: return the tree with out_specs=zero.specs(tree) and gather "
             "it outside."
         )
-    leaves = leaves_of(tree, axes.n, options.stacked, shares=True)
+    leaves = options.leaves(tree, axes.n, shares=True)
     out = [bare(x) for x in jax.tree.leaves(tree, is_leaf=is_split)]
     cut = [i for i, leaf in enumerate(leaves.leaves) if leaf.layout is not None]
     whole = exchange.all_gather(
@@ -148,24 +155,30 @@ def specs(options: Options, tree: Any) -> Any:
 
     def spec(path: Any, x: Any) -> Any:
         if is_split(x):
-            layout = _layout("specs", options, path, x, axes)
-            return EvenSplit(layout.spec(axes.shard), x.shape)
+            layout = _layout("specs", options, path, x, axes, options.beside(path, x))
+            return EvenSplit(only(layout.spec(axes.shard), axes.every), x.shape)
         sharding = None if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None)
         if isinstance(sharding, NamedSharding) and axes.n > 1:  # over one device JAX drops the axis
-            return _written(sharding.spec, axes)
+            return _written(only(sharding.spec, axes.every), axes)
         shape, _ = shape_dtype(x)
+        if shape and options.param_specs is not None:
+            raise ValueError(
+                f"specs: leaf {path_text(path)!r} of shape {shape} shows no NamedSharding, and with param_specs its "
+                "shape alone does not say how it is cut. Expected arrays, or abstract ones with shardings. Fix: "
+                "zero.specs(tx.init(params)) outside jit; abstract params will do."
+            )
         stored = even_split(shape, axes.n, leading(options.stacked, path))
         return P() if stored is None or stored.kind == "flat" else stored.spec(axes.shard)
 
     return jax.tree_util.tree_map_with_path(spec, tree, is_leaf=is_split)
 
 
-def _layout(call: str, options: Options, path: Any, x: EvenSplit, axes: Axes) -> Layout:
+def _layout(call: str, options: Options, path: Any, x: EvenSplit, axes: Axes, beside: Beside) -> Layout:
     """The layout of an `EvenSplit`; refuses one that was split for another mesh."""
     lead = x.value.ndim - 1 if hasattr(x.value, "ndim") else 0
-    layout = even_split(x.shape, axes.n, lead)
-    if layout is None or layout.kind != "flat" or tuple(x.value.shape) != layout.stored_shape:
-        wanted = "a plain array" if layout is None or layout.kind != "flat" else layout.stored_shape
+    layout = even_split(x.shape, axes.n, leading(options.stacked, path) if beside else lead, beside=beside)
+    if layout is None or layout.plain or tuple(x.value.shape) != layout.stored_shape:
+        wanted = "a plain array" if layout is None or layout.plain else layout.stored_shape
         raise ValueError(
             f"{call}: leaf {path_text(path)!r} is {x!r}; expected {wanted} over {axes.n} devices. It was "
             "split for another mesh. Fix: use the Zero that split it."

@@ -15,7 +15,7 @@ from .options import STAGES, Options
 from .partition import size_text
 from .plan_traffic import CALL
 from .sent import Sent
-from .state import Leaf, Leaves, is_key, leaves_of, owner
+from .state import Leaf, Leaves, is_key, owner
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,7 +144,7 @@ def make(options: Options, params: Any, inner: optax.GradientTransformation | No
     how = How(accumulate=accumulate, sync=sync)
     how.check(CALL, options.stage)
     _check(params)
-    leaves = leaves_of(params, axes.n, options.stacked)
+    leaves = options.leaves(params, axes.n)
     resting = plan_traffic.at_rest(options, leaves)
     own, other, unsharded = _state(options, leaves, resting, inner)
     buckets = plan_traffic.buckets(options, leaves, axes)
@@ -206,7 +206,7 @@ def _row(leaf: Leaf, stage: int, state: int, buckets: dict[Any, int], chunks: di
         path_text(leaf.path),
         leaf.shape,
         str(leaf.dtype),
-        "whole" if layout is None else "stacked" if layout.lead else layout.kind,
+        "whole" if layout is None else "stacked" if leaf.layers else layout.kind,
         leaf.shape if layout is None else layout.stored_shape,
         0 if layout is None else layout.padding,
         _param_bytes(leaf, stage),

@@ -43,10 +43,10 @@ def buckets(options: Options, leaves: Leaves, axes: Axes) -> dict[Any, int]:
     moving = [leaf for leaf in leaves.leaves if leaf.trainable and (options.stage == 1 or leaf.layout)]
     wire = Mean(axes, options).wire
     values = [jax.ShapeDtypeStruct(leaf.shape, wire(leaf.dtype)) for leaf in moving]
-    layouts = [leaf.cut if options.stage == 2 else Layout(leaf.shape, 1, "flat") for leaf in moving]
+    layouts = [leaf.cut if options.stage == 2 else Layout(leaf.shape, 1, "flat", beside=leaf.beside) for leaf in moving]
     if options.stage == 1:  # the loss travels first
         values, layouts = [jax.ShapeDtypeStruct((), jnp.float32), *values], [Layout((), 1, "flat"), *layouts]
-    groups = exchange.bucketed(values, layouts, options.bucket_bytes, [None] * len(values))
+    groups = exchange.bucketed(values, layouts, options.bucket_bytes)
     first = len(values) - len(moving)
     return {moving[i - first].path: number for number, group in enumerate(groups) for i in group if i >= first}
 

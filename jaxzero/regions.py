@@ -4,8 +4,8 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from . import mesh
 from .groups import Part, parts
+from .manual_region import open_region
 from .optimizer import Init, Update
 from .partition import Program
 from .state import Leaves
@@ -17,7 +17,7 @@ def around(call: Init | Update) -> Callable[..., Any]:
 
 
 def _open(call: Init | Update) -> Callable[..., Any]:
-    return mesh.region(call.options.mesh, call.axes, call, call.in_specs, call.out_specs)
+    return open_region(call.options.mesh, call.axes, call, call.in_specs, call.out_specs)
 
 
 def _take(values: Sequence[Any], positions: Sequence[int]) -> list[Any]:

@@ -89,7 +89,7 @@ def _traced(
     known, local = setting.abstract_params, setting.abstract_batch(arrays)
     if varying:
         known, local = abstract_varying(known, setting.axes), abstract_varying(local, setting.axes)
-    program = partition.trace(fn, known, local, axis_env=setting.axis_env)
+    program = partition.trace(fn, known, local, axis_env=setting.axis_env, mesh=setting.trace_mesh)
     check_effects(program.jaxpr, call)
     return program
 

@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .layout import Layout
 from .state import Leaves
 
 
@@ -23,8 +22,7 @@ def loss(leaves: Leaves) -> Callable[..., Any]:
 
     def chain(params: Any, x: Any) -> Any:
         pairs = zip(leaves.leaves, jax.tree.leaves(params), strict=True)
-        used = [(leaf.layout, value) for leaf, value in pairs if leaf.trainable]
-        return _through(jnp.mean(x), [(_lead(layout), value) for layout, value in used])
+        return _through(jnp.mean(x), [(leaf.layers, value) for leaf, value in pairs if leaf.trainable])
 
     return chain
 
@@ -32,10 +30,6 @@ def loss(leaves: Leaves) -> Callable[..., Any]:
 def batch(devices: int) -> jax.ShapeDtypeStruct:
     """Examples for it: one for each device and micro-step."""
     return jax.ShapeDtypeStruct((devices,), jnp.float32)
-
-
-def _lead(layout: Layout | None) -> int:
-    return 0 if layout is None else layout.lead
 
 
 def _through(h: Any, used: Sequence[tuple[int, Any]]) -> Any:

@@ -12,8 +12,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
-from .layout import EvenSplit, Layout, Shape, default_split, even_split, is_split
+from .layout import Beside, EvenSplit, Layout, Shape, default_split, even_split, is_split, partition_spec
 from .mesh import path_text
 
 Path = tuple[Any, ...]
@@ -29,6 +30,8 @@ class Leaf:
       dtype: Its dtype.
       layout: How it is cut; `None`: it is whole.
       skipped: Whether it stays as it is although it could be trained (`unused="skip"`).
+      beside: The other mesh axes that shard each dimension, cut or not; empty where none does.
+      layers: How many leading dimensions count layers, inside each of which it is cut.
     """
 
     path: Path
@@ -36,6 +39,8 @@ class Leaf:
     dtype: Any
     layout: Layout | None
     skipped: bool = False
+    beside: Beside = ()
+    layers: int = 0
 
     @property
     def cut(self) -> Layout:
@@ -48,10 +53,19 @@ class Leaf:
         """Integer, bool, key, empty and skipped leaves pass through."""
         return not self.skipped and bool(jnp.issubdtype(self.dtype, jnp.inexact)) and 0 not in self.shape
 
+    def spec(self, axes: tuple[str, ...] | None) -> PartitionSpec:
+        """Where it is when `axes` split it; `None`: they do not."""
+        return spec_of(None if axes is None else self.layout, self.beside, axes)
+
     def stand_in(self) -> jax.ShapeDtypeStruct:
         """What the inner optimizer is traced with: itself; an integer for a key or a bool."""
         plain = not (self.dtype == np.bool_ or is_key(self.dtype))
         return jax.ShapeDtypeStruct(self.shape, self.dtype if plain else np.int32)
+
+
+def spec_of(layout: Layout | None, beside: Beside, axes: tuple[str, ...] | None) -> PartitionSpec:
+    """Where an array is that `axes` split as `layout` says (`None`: not at all) and other axes shard too."""
+    return partition_spec(beside) if layout is None or axes is None else layout.spec(axes)
 
 
 def is_key(dtype: Any) -> bool:
@@ -93,13 +107,21 @@ def leading(stacked: Callable[[Path], int] | None, path: Path) -> int:
     return 0 if stacked is None else int(stacked(path))
 
 
-def leaves_of(tree: Any, n: int, stacked: Callable[[Path], int] | None, *, shares: bool = False) -> Leaves:
+def leaves_of(
+    tree: Any,
+    n: int,
+    stacked: Callable[[Path], int] | None,
+    beside: Callable[[Path, Any], Beside] | None = None,
+    *,
+    shares: bool = False,
+) -> Leaves:
     """The leaves of a tree of parameters or gradients, whole or split.
 
     Args:
       tree: The tree.
       n: The number of shares.
       stacked: The leaves whose leading axis counts layers.
+      beside: The other mesh axes that shard a leaf, of its path and itself, abstract.
       shares: Whether plain arrays are this device's rows of parameters at rest (stage 3, inside a
         user's `shard_map`): then the logical shape is `n` times as long.
 
@@ -110,12 +132,14 @@ def leaves_of(tree: Any, n: int, stacked: Callable[[Path], int] | None, *, share
     pairs, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_split)
     for path, x in pairs:
         shape, dtype = shape_dtype(x)
-        leaf = Leaf(path, shape, dtype, None)
+        others = beside(path, jax.ShapeDtypeStruct(shape, dtype)) if beside else ()
+        leaf = Leaf(path, shape, dtype, None, beside=others)
         if leaf.trainable:
             lead = leading(stacked, path)
-            if shares and not is_split(x) and len(shape) > lead:
-                shape = (*shape[:lead], shape[lead] * n, *shape[lead + 1 :])
-            leaf = Leaf(path, shape, dtype, even_split(shape, n, lead, path_text(path)))
+            if shares and not is_split(x) and (cut := even_split(shape, 1, lead, beside=others)):
+                shape = (*shape[: cut.lead], shape[cut.lead] * n, *shape[cut.lead + 1 :])
+            layout = even_split(shape, n, lead, path_text(path), others)
+            leaf = Leaf(path, shape, dtype, layout, beside=others, layers=lead if layout else 0)
         out.append(leaf)
     return Leaves(tuple(out), structure)
 
@@ -146,6 +170,7 @@ class StateLeaf:
       dtype: Its dtype.
       layout: How it is cut; `None`: it is whole.
       frozen: Whether it belongs to a parameter that passes through: it never changes.
+      beside: The other mesh axes that shard the parameter that it belongs to.
     """
 
     path: Path
@@ -153,11 +178,16 @@ class StateLeaf:
     dtype: Any
     layout: Layout | None
     frozen: bool
+    beside: Beside = ()
 
     @property
     def stored_shape(self) -> Shape:
         """The shape of the global array."""
         return self.layout.stored_shape if self.layout else self.shape
+
+    def spec(self, axes: tuple[str, ...]) -> PartitionSpec:
+        """Where it is when `axes` split it."""
+        return spec_of(self.layout, self.beside, axes)
 
 
 def state_leaves(state: Any, params: Sequence[Leaf], n: int) -> list[StateLeaf]:
@@ -171,13 +201,13 @@ def state_leaves(state: Any, params: Sequence[Leaf], n: int) -> list[StateLeaf]:
         elif jnp.issubdtype(x.dtype, jnp.inexact):
             layout = default_split(x.shape, n)
         frozen = leaf is not None and not leaf.trainable
-        out.append(StateLeaf(path, x.shape, x.dtype, layout, frozen))
+        out.append(StateLeaf(path, x.shape, x.dtype, layout, frozen, leaf.beside if leaf else ()))
     return out
 
 
 def wear(x: Any, layout: Layout | None) -> Any:
-    """A stored parameter or gradient as users see it: flat ones wear their logical shape."""
-    return EvenSplit(x, layout.shape) if layout is not None and layout.kind == "flat" else x
+    """A stored parameter or gradient as users see it: flat and padded ones wear their logical shape."""
+    return x if layout is None or layout.plain else EvenSplit(x, layout.shape)
 
 
 def bare(x: Any) -> Any:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from . import exchange
-from .layout import Layout
+from .layout import Beside, Layout
 from .mesh import Axes, cast
 from .options import Options
 
@@ -77,29 +77,38 @@ class Mean:
         sent = [self.send(x) for x in local]
         return exchange.reduce_scatter(sent, layouts, self.axes.hops, bucket_bytes=self.options.bucket_bytes)
 
-    def second_hop(self, shares: Sequence[Array], dtypes: Sequence[Any], weight: Array | None = None) -> list[Array]:
+    def second_hop(
+        self, shares: Sequence[Array], layouts: Sequence[Layout], dtypes: Sequence[Any], weight: Array | None = None
+    ) -> list[Array]:
         """Shares that are sums over the shard axis -> the mean: one all-reduce over the replica axis."""
         if self.axes.replica:
             # Sums over micro-steps may be wider than the wire.
             shares = [x.astype(self.wire(dtype)) for x, dtype in zip(shares, dtypes, strict=True)]
-            shares = exchange.all_reduce(shares, self.axes.replica, bucket_bytes=self.options.bucket_bytes)
+            shares = self._sum(shares, self.axes.replica, [layout.beside for layout in layouts])
         return [self.receive(x, dtype, weight) for x, dtype in zip(shares, dtypes, strict=True)]
 
     def sliced_hop(self, local: Sequence[Array], layouts: Sequence[Layout]) -> list[Array]:
         """The first hop of stage 1: an all-reduce over the shard axis, then a slice."""
         sent = [self.send(x) for x in local]
-        whole = exchange.all_reduce(sent, self.axes.shard, bucket_bytes=self.options.bucket_bytes)
+        whole = self._sum(sent, self.axes.shard, [layout.beside for layout in layouts])
         index = lax.axis_index(self.axes.shard)
         return [exchange.share(x, layout, index) for x, layout in zip(whole, layouts, strict=True)]
 
     def whole(
-        self, local: Sequence[Array], dtypes: Sequence[Any], weights: Sequence[Array | None] | None = None
+        self,
+        local: Sequence[Array],
+        dtypes: Sequence[Any],
+        weights: Sequence[Array | None] | None = None,
+        beside: Sequence[Beside] | None = None,
     ) -> list[Array]:
         """The mean over devices of local values; every device gets all of it (one all-reduce per bucket)."""
         weights = [None] * len(local) if weights is None else weights
         sent = [self.send(x, dtype) for x, dtype in zip(local, dtypes, strict=True)]
-        done = exchange.all_reduce(sent, self.axes.every, bucket_bytes=self.options.bucket_bytes)
+        done = self._sum(sent, self.axes.every, beside)
         return [self.receive(x, dtype, w) for x, dtype, w in zip(done, dtypes, weights, strict=True)]
+
+    def _sum(self, sent: Sequence[Array], axes: tuple[str, ...], beside: Sequence[Beside] | None) -> list[Array]:
+        return exchange.all_reduce(sent, axes, bucket_bytes=self.options.bucket_bytes, beside=beside)
 
     def total(self, weight: Array) -> Array:
         """The sum of the weights of all devices; never narrow."""
@@ -124,12 +133,12 @@ def mean_shares(local: Sequence[Array], layouts: Sequence[Layout], axes: Axes, o
     """
     mean = Mean(axes, options)
     first = mean.sliced_hop if options.stage == 1 else mean.first_hop
-    return mean.second_hop(first(local, layouts), [x.dtype for x in local])
+    return mean.second_hop(first(local, layouts), layouts, [x.dtype for x in local])
 
 
-def mean_whole(local: Sequence[Array], axes: Axes, options: Options) -> list[Array]:
+def mean_whole(local: Sequence[Array], beside: Sequence[Beside], axes: Axes, options: Options) -> list[Array]:
     """The mean over devices of local values; every device gets all of it."""
-    return Mean(axes, options).whole(local, [x.dtype for x in local])
+    return Mean(axes, options).whole(local, [x.dtype for x in local], beside=beside)
 
 
 def _narrow(dtype: Any) -> bool:

@@ -12,11 +12,12 @@ import optax
 
 from . import checks, mesh, programs, regions
 from .layout import is_split
+from .manual_region import open_region
 from .mesh import Axes
 from .optimizer import Init, Update
 from .options import Options
 from .partition import Record
-from .state import Leaf, Leaves, bare, is_key, leaves_of, skipping, state_leaves, wear
+from .state import Leaf, Leaves, bare, is_key, skipping, state_leaves, wear
 
 #: Set while an inner optimizer is traced: another wrapped one inside it is refused.
 _tracing: contextvars.ContextVar[bool] = contextvars.ContextVar("tracing", default=False)
@@ -141,8 +142,7 @@ class Calls:
         arrays = [mesh.abstract(self.options.mesh, x, spec) for x, spec in zip(shapes, body.in_specs, strict=True)]
         record = Record()
         observed = functools.partial(body, record=record)
-        region = mesh.region(self.options.mesh, axes, observed, body.in_specs, body.out_specs)
-        jax.eval_shape(region, *arrays)
+        jax.eval_shape(open_region(self.options.mesh, axes, observed, body.in_specs, body.out_specs), *arrays)
         return record, axes
 
     # --- behind the calls ---
@@ -151,13 +151,13 @@ class Calls:
         for path, x in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_split):
             checks.split_leaf(call, path, x)
         arrays = jax.tree.leaves(tree, is_leaf=is_split)
-        leaves = leaves_of(tree, axes.n, self.options.stacked, shares=shares)
+        leaves = self.options.leaves(tree, axes.n, shares=shares)
         if self.options.unused == "skip":
             leaves = skipping(leaves, self.options.observed.unused)
         return leaves, arrays
 
     def _split_params(self, call: str, leaves: Leaves, arrays: Sequence[Any], manual: bool) -> tuple[bool, ...]:
-        """Which parameters come as shares: flat ones wear it, rows are split at rest at stage 3."""
+        """Which parameters come as shares: an `EvenSplit` is one, and at stage 3 every leaf that is cut."""
         out = []
         for leaf, x in zip(leaves.leaves, arrays, strict=True):
             layout = leaf.layout
@@ -219,7 +219,7 @@ def _traced(make: Callable[[], Any]) -> Any:
 
 
 def _is_share(leaf: Leaf, x: Any, axes: Axes, manual: bool) -> bool:
-    """Whether a gradient comes as a share. In the global view every leaf cut in rows does.
+    """Whether a gradient comes as a share. In the global view every leaf does that is stored as it is.
 
     Over one device a share looks like the whole; only one that nobody has reduced varies over replicas.
     """
@@ -231,7 +231,7 @@ def _is_share(leaf: Leaf, x: Any, axes: Axes, manual: bool) -> bool:
         shape, over = np.shape(x), mesh.varying(x)
         alone = axes.n == 1 and over.issuperset(axes.shard) and not over & set(axes.replica)
         return shape == leaf.layout.local_shape and (shape != leaf.shape or alone)
-    return leaf.layout.kind == "rows"
+    return leaf.layout.plain
 
 
 def _reading(x: Any, leaf: Leaf) -> Any:

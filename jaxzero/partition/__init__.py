@@ -33,13 +33,13 @@ class Program:
     out: Any
 
 
-def trace(f: Callable[..., Any], *args: Any, axis_env: Any = ()) -> Program:
-    """Traces `f` at the shapes of `args`, as if no mesh were there; names in `axis_env` are bound.
+def trace(f: Callable[..., Any], *args: Any, axis_env: Any = (), mesh: Any = EMPTY_MESH) -> Program:
+    """Traces `f` at the shapes of `args`, as if no mesh were there but `mesh`; names in `axis_env` are bound.
 
-    Inside a manual region the mesh stays: what `f` closes over has types that speak of it.
+    Inside a manual region its mesh stays: what `f` closes over has types that speak of it.
     """
     here = jax.sharding.get_abstract_mesh()
-    with jax.sharding.use_abstract_mesh(here if here.manual_axes else EMPTY_MESH):
+    with jax.sharding.use_abstract_mesh(here if here.manual_axes else mesh):
         make = jax.make_jaxpr(f, axis_env=list(axis_env), return_shape=True)
         closed, out = make(*args)
     return Program(*open_program(closed), out)

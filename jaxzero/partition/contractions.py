@@ -30,8 +30,9 @@ def dot_general(ctx: Context, eqn: Any, ins: list[Value]) -> list[Value] | None:
             if isinstance(y, Split) and (y.layout.kind, y.layout.lead) != ("rows", there):
                 continue
             y_shape = eqn.invars[j].aval.shape
-            share = ctx.split(y, Layout(y_shape, ctx.n, "rows", there)).local
-            (local,) = bind(eqn, [x.local, share] if i == 0 else [share, x.local])
+            share = ctx.masked(ctx.split(y, Layout(y_shape, ctx.n, "rows", there)))
+            mine_ = ctx.masked(x) if cut in contract else x.local
+            (local,) = bind(eqn, [mine_, share] if i == 0 else [share, mine_])
             if cut in contract:
                 return [Partial(local, "sum")]
             return [_split(eqn, local, ctx.n, list(batch).index(cut))]

@@ -77,15 +77,15 @@ def _carry_forms(
     pinned = [False] * len(carry)
     gathered: list[bool] = []
 
-    def body(values: list[Value]) -> list[Value]:
+    def body(carry: list[Value]) -> list[Value]:
+        values = _typed(ctx, ctx.child(quiet=True).settle(carry, tuple(forms)))
         outs = step(ctx.child(quiet=True), values)
         gathered[:] = [isinstance(x, Split) and x.whole is not None for x in values]
         return outs
 
     for _ in range(_ROUNDS):
-        values = jax.eval_shape(lambda c, f=tuple(forms): _typed(ctx, ctx.child(quiet=True).settle(c, f)), carry)
         changed = False
-        for i, out in enumerate(jax.eval_shape(body, values)):
+        for i, out in enumerate(jax.eval_shape(body, carry)):
             if forms[i] is None and isinstance(out, Split) and not pinned[i]:
                 forms[i], changed = out.layout, True
             elif forms[i] is not None and (gathered[i] or not isinstance(out, Split)):
@@ -132,7 +132,8 @@ def scan(run: Run, ctx: Context, eqn: Any, ins: list[Value]) -> list[Value]:
 
 def _stacked(y: Split, length: int) -> Split:
     layout = y.layout
-    return Split(y.local, Layout((length, *layout.shape), layout.n, layout.kind, layout.lead + 1))
+    beside = ((), *layout.beside) if layout.beside else ()
+    return Split(y.local, Layout((length, *layout.shape), layout.n, layout.kind, layout.lead + 1, beside=beside))
 
 
 def while_(run: Run, ctx: Context, eqn: Any, ins: list[Value]) -> list[Value]:

@@ -83,14 +83,14 @@ def on_shares(ctx: Context, eqn: Any, ins: list[Value]) -> list[Value] | None:
 
 def _pick(ins: list[Value], shape: tuple[int, ...]) -> Layout | None:
     """The layout of the result: that of a split operand, the fullest one first."""
-    layouts = [x.layout for x in ins if isinstance(x, Split)]
+    layouts = sorted((x.layout for x in ins if isinstance(x, Split)), key=lambda layout: not layout.beside)
     for layout in layouts:
         if layout.shape == shape:
             return layout
     for layout in layouts:  # an operand with dimensions of size 1, still cut at a real one
         lead = layout.lead
         if layout.kind == "rows" and len(layout.shape) == len(shape) and layout.shape[lead] == shape[lead]:
-            return Layout(shape, layout.n, "rows", lead)
+            return layout.rows(shape, lead, range(len(shape)))
     return None
 
 

@@ -51,19 +51,22 @@ def reduce(ctx: Context, eqn: Any, ins: list[Value]) -> list[Value] | None:
     if isinstance(x, Partial):  # a sum of sums, a maximum of maxima
         return [Partial(bind(eqn, [x.local])[0], how)] if x.how == how else None
     if x.layout.kind == "rows":
-        return [_rows(eqn, x, axes, how)]
+        return [_rows(ctx, eqn, x, axes, how)]
     out = _flat(ctx, eqn, x, axes, how)
     return None if out is None else [out]
 
 
-def _rows(eqn: Any, x: Split, axes: tuple[int, ...], how: str) -> Value:
+def _rows(ctx: Context, eqn: Any, x: Split, axes: tuple[int, ...], how: str) -> Value:
     layout = x.layout
-    (local,) = bind(eqn, [x.local])
     if layout.lead in axes:
-        return Partial(local, how)
-    shape = eqn.outvars[0].aval.shape
-    lead = layout.lead - sum(a < layout.lead for a in axes)
-    return Split(local, Layout(shape, layout.n, "rows", lead))
+        return Partial(bind(eqn, [ctx.masked(x, neutral(how, x.dtype))])[0], how)
+    return Split(bind(eqn, [x.local])[0], _without(layout, axes))
+
+
+def _without(layout: Layout, axes: tuple[int, ...]) -> Layout:
+    """The layout once dimensions beside the cut one are gone."""
+    kept = [d for d in range(len(layout.shape)) if d not in axes]
+    return layout.rows(tuple(layout.shape[d] for d in kept), kept.index(layout.lead), kept)
 
 
 def _flat(ctx: Context, eqn: Any, x: Split, axes: tuple[int, ...], how: str) -> Value | None:
@@ -140,11 +143,9 @@ def along(ctx: Context, eqn: Any, ins: list[Value]) -> list[Value] | None:
     if layout.kind != "rows" or layout.lead in axes:
         return None
     outs = bind(eqn, [x.local for x in ins])
-    shape = eqn.outvars[0].aval.shape
-    lead = layout.lead
     if "axes" in params:
-        lead -= sum(a < lead for a in axes)
-    return [Split(y, Layout(shape, layout.n, "rows", lead)) for y in outs]
+        layout = _without(layout, axes)
+    return [Split(y, layout) for y in outs]
 
 
 RULES = {

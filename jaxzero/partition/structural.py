@@ -19,13 +19,21 @@ def relabelled(layout: Layout, shape: Shape) -> Layout | None:
         before = math.prod(layout.shape[: layout.lead])
         leads = [lead for lead in range(len(shape)) if math.prod(shape[:lead]) == before]
         return Layout(shape, n, "flat", leads[0]) if leads else None
-    before = math.prod(layout.shape[: layout.lead])
+    before, cut = math.prod(layout.shape[: layout.lead]), layout.shape[layout.lead]
     for lead, size in enumerate(shape):
-        if math.prod(shape[:lead]) == before and size % n == 0 and size:
-            return Layout(shape, n, "rows", lead)
+        if math.prod(shape[:lead]) == before and size and (size == cut if layout.padding else size % n == 0):
+            return layout.rows(shape, lead, _origin(layout.shape, shape))
+    if layout.padding:
+        return None
     if before == 1:  # the same contiguous ranges, whatever the shape
         return Layout(shape, n, "flat")
     return None
+
+
+def _origin(old: Shape, new: Shape) -> list[int | None]:
+    """For each dimension of a reshape's result, the one of the operand that it is."""
+    starts = {(math.prod(old[:d]), size): d for d, size in enumerate(old)}
+    return [starts.get((math.prod(new[:d]), size)) for d, size in enumerate(new)]
 
 
 def cut_dims(layout: Layout) -> range:
@@ -53,7 +61,8 @@ def broadcast_in_dim(ctx: Context, eqn: Any, ins: list[Value]) -> list[Value] | 
         return reshape(ctx, eqn, ins)
     if layout.kind != "rows" or layout.shape[layout.lead] != shape[dims[layout.lead]]:
         return None
-    new = Layout(shape, layout.n, "rows", dims[layout.lead])
+    origin = [dims.index(d) if d in dims else None for d in range(len(shape))]
+    new = layout.rows(shape, dims[layout.lead], origin)
     return [Split(lax.broadcast_in_dim(x.local, new.local_shape, dims), new)]
 
 
@@ -62,8 +71,8 @@ def transpose(ctx: Context, eqn: Any, ins: list[Value]) -> list[Value] | None:
     (x,) = ins
     if x.layout.kind != "rows":
         return None
-    lead = eqn.params["permutation"].index(x.layout.lead)
-    layout = Layout(eqn.outvars[0].aval.shape, x.layout.n, "rows", lead)
+    order = eqn.params["permutation"]
+    layout = x.layout.rows(eqn.outvars[0].aval.shape, order.index(x.layout.lead), order)
     return [Split(bind(eqn, [x.local])[0], layout)]
 
 

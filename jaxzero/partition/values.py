@@ -133,14 +133,14 @@ class Context:
         return self._index
 
     def mask(self, layout: Layout) -> Array | None:
-        """Which elements of a share are not padding, `(length,)`; `None` where all of them are real.
+        """Which elements of a share along its cut dimension are not padding; `None` where all of them are real.
 
         The counts come from a table, so that no offset is computed in 32 bits.
         """
         if not layout.padding:
             return None
-        k = layout.length
-        size = math.prod(layout.shape[layout.lead :])
+        k = layout.local_shape[layout.lead]
+        size = layout.shape[layout.lead] if layout.kind == "rows" else math.prod(layout.shape[layout.lead :])
         key = (k, size)
         if key not in self._masks:
             counts = [min(max(size - i * k, 0), k) for i in range(self.n)]
@@ -153,7 +153,7 @@ class Context:
         mask = self.mask(x.layout)
         if mask is None:
             return x.local
-        mask = lax.broadcast_in_dim(mask, x.local.shape, (x.local.ndim - 1,))
+        mask = lax.broadcast_in_dim(mask, x.local.shape, (x.layout.lead,))
         other = cast(lax.full(x.local.shape, fill, x.local.dtype), varying(x.local))
         return lax.select(cast(mask, varying(x.local)), x.local, other)
 
@@ -210,8 +210,7 @@ class Context:
             return x
         if layout.kind == "flat" and x.shape != layout.shape:
             x = jnp.broadcast_to(x, layout.shape)
-        here = dataclasses.replace(layout, shape=x.shape)
-        return exchange.share(x, here, self.index)
+        return exchange.share(x, _like(layout, x.shape), self.index)
 
     def split(self, x: Value, layout: Layout) -> Split:
         """`x` cut as `layout` says."""
@@ -237,6 +236,13 @@ class Context:
             self.whole([x])[0] if layout is None else self.split(x, layout)
             for x, layout in zip(values, layouts, strict=True)
         ]
+
+
+def _like(layout: Layout, shape: Shape) -> Layout:
+    """The layout for an array that broadcasts to one of `layout`: a dimension of size 1 is not sharded."""
+    if not layout.beside:
+        return dataclasses.replace(layout, shape=shape)
+    return layout.rows(shape, layout.lead, range(len(shape)))
 
 
 def _whole(x: Value) -> Array:
@@ -284,9 +290,12 @@ def _aligned(a: Layout, b: Layout) -> bool:
 
 def _same_ranges(a: Layout, b: Layout) -> bool:
     """Whether both layouts give each device the same elements, in the same order."""
+    if a.padding or b.padding:
+        kinds = {x.kind for x in (a, b) if x.lead < len(x.shape) - 1}  # of one dimension, rows and flat are the same
+        if a.shape != b.shape or len(kinds) > 1 or ("rows" in kinds and a.lead != b.lead):
+            return False
     before = [math.prod(x.shape[: x.lead]) for x in (a, b)]
-    padded = a.kind != b.kind and (a.padding or b.padding)
-    return a.shape == b.shape and before[0] == before[1] and not padded
+    return a.shape == b.shape and before[0] == before[1]
 
 
 def _spread_share(x: Spread, layout: Layout, index: Array) -> Array:
@@ -299,7 +308,6 @@ def _spread_share(x: Spread, layout: Layout, index: Array) -> Array:
     value, local = x.value, layout.local_shape
     for axis, dim in enumerate(x.dims):
         if dim == layout.lead and value.shape[axis] != 1:
-            length = local[dim]
-            value = lax.dynamic_slice_in_dim(value, index * length, length, axis=axis)
+            value = exchange.share(value, Layout(value.shape, layout.n, "rows", axis), index)
     shape = tuple(s if full != 1 else 1 for s, full in zip(local, x.shape, strict=True))
     return lax.broadcast_in_dim(value, shape, x.dims)

@@ -1,0 +1,96 @@
+"""Manual regions: over the axes of a `Zero`, and nested ones over the axes beside them that shard a leaf too.
+
+In a region of the library all other mesh axes stay with the compiler, which carries a leaf's placement over
+them through elementwise and matrix equations. Collectives and slices by device number it cannot: it would make the
+leaf whole over the other axes first. So each of those runs in a nested region, manual over these axes too.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax import lax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from .layout import Beside, partition_spec
+from .mesh import Axes, names, varying
+
+
+def open_region(mesh: Any, axes: Axes, f: Callable[..., Any], in_specs: Any, out_specs: Any, **options: Any) -> Any:
+    """`shard_map` over the library's axes, with the type check on unless asked: replicas provably agree.
+
+    Explicit axes beside them are Auto inside: their types would follow every slice.
+
+    Args:
+      mesh: The mesh.
+      axes: The axes over which the region is manual.
+      f: What runs in it.
+      in_specs: Specs of the arguments, over all axes of the mesh.
+      out_specs: Specs of the results; what they say of other axes the compiler is told.
+      **options: Of `jax.shard_map`.
+
+    Returns:
+      `f` of global arrays, to be called while tracing.
+    """
+    types = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    explicit = tuple(a for a, t in types if t == AxisType.Explicit and a not in axes.every)
+    own = lambda specs: jax.tree.map(lambda spec: only(spec, axes.every), specs, is_leaf=_is_spec)
+
+    def run(*args: Any) -> Any:
+        here = jax.sharding.get_abstract_mesh() if explicit else mesh
+        keywords = dict(in_specs=own(in_specs), out_specs=own(out_specs), axis_names={*axes.every})
+        return jax.shard_map(f, mesh=here, **keywords, **options)(*args)
+
+    def run_told(*args: Any) -> Any:
+        return jax.tree.map(functools.partial(_told, mesh, axes), out_specs, run(*args), is_leaf=_is_spec)
+
+    if not explicit:
+        return run_told
+    placed = jax.tree.map(lambda spec: NamedSharding(mesh, spec), out_specs, is_leaf=_is_spec)
+
+    def run_auto(*args: Any) -> Any:
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            return jax.sharding.auto_axes(run, axes=explicit, out_sharding=placed)(*args)
+
+    return run_auto
+
+
+def _is_spec(x: Any) -> bool:
+    return isinstance(x, PartitionSpec)
+
+
+def only(spec: PartitionSpec, kept: Sequence[str]) -> PartitionSpec:
+    """The spec without other axes."""
+    return partition_spec([tuple(a for a in names(part) if a in kept) for part in spec])
+
+
+def _told(mesh: Any, axes: Axes, spec: PartitionSpec, x: Any) -> Any:
+    """`x`, whose placement over other axes the compiler might choose otherwise."""
+    return x if only(spec, axes.every) == spec else lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+
+
+def within(beside: Beside, f: Callable[..., jax.Array], x: jax.Array, *rest: jax.Array) -> jax.Array:
+    """`f(x, *rest)`, in a nested region that is manual over the other mesh axes that shard `x`.
+
+    Args:
+      beside: These axes for each dimension of `x` and of the result; where there are none, no region is opened.
+      f: Leaves the dimensions that they shard as they are.
+      x: An array.
+      *rest: Arrays that are the same along all of these axes.
+
+    Returns:
+      The result.
+    """
+    if not any(beside):
+        return f(x, *rest)
+    spec = partition_spec(beside)
+    specs = (spec, *(PartitionSpec() for _ in rest))
+    over = {a for axes in beside for a in axes}
+    # Inside the region of a loss, the one that checks no types, a nested one cannot either.
+    return jax.shard_map(f, in_specs=specs, out_specs=spec, axis_names=over, check_vma=_checked())(x, *rest)
+
+
+def _checked() -> bool:
+    """Whether the surrounding manual region checks types."""
+    return bool(varying(lax.axis_index(jax.sharding.get_abstract_mesh().manual_axes[0])))
