@@ -43,7 +43,7 @@ def _run(fn: Callable[..., Any], setting: Setting, params: Sequence[Any], arrays
         outs = body(params, arrays, program.consts)
     else:
         dealt = [P(setting.over) if kind == "examples" else P() for kind in kinds]
-        run = setting.region(body, (setting.param_specs, setting.batch_specs, P()), dealt)
+        run = setting.region(body, (setting.param_specs, setting.batch_specs, P()), dealt, told=False)
         outs = run(params, arrays, program.consts)
     return jax.tree.unflatten(jax.tree.structure(program.program.out), outs)
 

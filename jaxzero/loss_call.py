@@ -87,13 +87,13 @@ class Setting:
         """Which arrays of the batch differ between devices."""
         return [a.cut or a.key for a in self.arguments.arrays]
 
-    def region(self, body: Callable[..., Any], in_specs: Any, out_specs: Any) -> Any:
+    def region(self, body: Callable[..., Any], in_specs: Any, out_specs: Any, *, told: bool = True) -> Any:
         """The one region without the type check: that in which a user's function runs.
 
         A program written for one device does not pass it (a scan carry that starts as a constant), and
         without it autodiff inserts no reduction.
         """
-        return open_region(self.options.mesh, self.axes, body, in_specs, out_specs, check_vma=False)
+        return open_region(self.options.mesh, self.axes, body, in_specs, out_specs, told=told, check_vma=False)
 
 
 def wrap(

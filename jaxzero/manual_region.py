@@ -5,19 +5,20 @@ them through elementwise and matrix equations. Collectives and slices by device 
 leaf whole over the other axes first. So each of those runs in a nested region, manual over these axes too.
 """
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 from jax import lax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from .layout import Beside, partition_spec
 from .mesh import Axes, names, varying
 
 
-def open_region(mesh: Any, axes: Axes, f: Callable[..., Any], in_specs: Any, out_specs: Any, **options: Any) -> Any:
+def open_region(
+    mesh: Any, axes: Axes, f: Callable[..., Any], in_specs: Any, out_specs: Any, *, told: bool = True, **options: Any
+) -> Any:
     """`shard_map` over the library's axes, with the type check on unless asked: replicas provably agree.
 
     Explicit axes beside them are Auto inside: their types would follow every slice.
@@ -27,26 +28,28 @@ def open_region(mesh: Any, axes: Axes, f: Callable[..., Any], in_specs: Any, out
       axes: The axes over which the region is manual.
       f: What runs in it.
       in_specs: Specs of the arguments, over all axes of the mesh.
-      out_specs: Specs of the results; what they say of other axes the compiler is told.
+      out_specs: Specs of the results.
+      told: Whether the compiler is told what they say of other axes; else it places results over these.
       **options: Of `jax.shard_map`.
 
     Returns:
       `f` of global arrays, to be called while tracing.
     """
-    types = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    explicit = tuple(a for a, t in types if t == AxisType.Explicit and a not in axes.every)
+    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    explicit = tuple(a for a, t in types.items() if t == AxisType.Explicit and a not in axes.every)
+    inside = _with_types(mesh, {**types, **dict.fromkeys(explicit, AxisType.Auto)}) if explicit else mesh
     own = lambda specs: jax.tree.map(lambda spec: only(spec, axes.every), specs, is_leaf=_is_spec)
 
     def run(*args: Any) -> Any:
-        here = jax.sharding.get_abstract_mesh() if explicit else mesh
         keywords = dict(in_specs=own(in_specs), out_specs=own(out_specs), axis_names={*axes.every})
-        return jax.shard_map(f, mesh=here, **keywords, **options)(*args)
+        return jax.shard_map(f, mesh=inside, **keywords, **options)(*args)
 
     def run_told(*args: Any) -> Any:
-        return jax.tree.map(functools.partial(_told, mesh, axes), out_specs, run(*args), is_leaf=_is_spec)
+        tell = lambda spec, x: lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+        return jax.tree.map(tell, out_specs, run(*args), is_leaf=_is_spec)
 
     if not explicit:
-        return run_told
+        return run_told if told and set(mesh.axis_names) > set(axes.every) else run
     placed = jax.tree.map(lambda spec: NamedSharding(mesh, spec), out_specs, is_leaf=_is_spec)
 
     def run_auto(*args: Any) -> Any:
@@ -56,6 +59,14 @@ def open_region(mesh: Any, axes: Axes, f: Callable[..., Any], in_specs: Any, out
     return run_auto
 
 
+def _with_types(mesh: Any, types: dict[str, AxisType]) -> Any:
+    """The same mesh, its axes of other types."""
+    kinds = tuple(types.values())
+    if isinstance(mesh, AbstractMesh):
+        return AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=kinds)
+    return Mesh(mesh.devices, mesh.axis_names, axis_types=kinds)
+
+
 def _is_spec(x: Any) -> bool:
     return isinstance(x, PartitionSpec)
 
@@ -63,11 +74,6 @@ def _is_spec(x: Any) -> bool:
 def only(spec: PartitionSpec, kept: Sequence[str]) -> PartitionSpec:
     """The spec without other axes."""
     return partition_spec([tuple(a for a in names(part) if a in kept) for part in spec])
-
-
-def _told(mesh: Any, axes: Axes, spec: PartitionSpec, x: Any) -> Any:
-    """`x`, whose placement over other axes the compiler might choose otherwise."""
-    return x if only(spec, axes.every) == spec else lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
 
 
 def within(beside: Beside, f: Callable[..., jax.Array], x: jax.Array, *rest: jax.Array) -> jax.Array:

@@ -14,8 +14,8 @@ from ._compat import Literal, open_program, scan_parts
 from .flat_program import CALLS
 from .partition.bind import bind
 
-#: Casts that a trace left: here every value has the type already.
-_CASTS = {"pvary", "pcast"}
+#: Casts that a trace left: here every value has the type already; axes that are not manual are the compiler's.
+_CASTS = {"pvary", "pcast", "reshard"}
 #: Types one value as varying over all axes.
 Cast = Callable[[Any], Any]
 

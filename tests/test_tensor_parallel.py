@@ -1,0 +1,298 @@
+"""Parameters that other mesh axes shard already: the run of one device, and nothing moved over those axes for it."""
+
+import functools
+
+import checks
+import compiled
+import helpers
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxzero
+from jaxzero import exchange
+
+SHAPES = {"emb": (12, 16), "w1": (16, 32), "b1": (32,), "w2": (32, 16), "b2": (16,), "odd": (13, 16), "scale": ()}
+SPECS = {"emb": P("model"), "w1": P(None, "model"), "b1": P("model"), "w2": P("model", None), "b2": P()}
+SPECS |= {"odd": P(None, "model"), "scale": P()}
+#: What each leaf becomes when 4 devices of "data" cut it, too; `b1` has no dimension left.
+CUT = {"emb": P("model", "data"), "w1": P("data", "model"), "b1": P("model"), "w2": P("model", "data")}
+CUT |= {"b2": P("data"), "odd": P("data", "model"), "scale": P()}
+OPTIMIZERS = {
+    "adamw": optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2)),
+    "lamb": optax.lamb(1e-2),
+    "adafactor": optax.adafactor(1e-2, min_dim_size_to_factor=4),
+    "muon": optax.contrib.muon(1e-2),
+}
+
+
+def tree(shapes=SHAPES):
+    keys = jax.random.split(jax.random.key(0), len(shapes))
+    return {name: 0.3 * jax.random.normal(key, shape) for (name, shape), key in zip(shapes.items(), keys, strict=True)}
+
+
+def loss(params, batch):
+    tokens, target = batch
+    x = params["emb"][tokens]
+    x = jnp.tanh(x @ params["w1"] + params["b1"]) @ params["w2"] + params["b2"]
+    return jnp.mean((x @ params["odd"].T * (1 + params["scale"]) - target) ** 2)
+
+
+def batches(steps=5, size=16):
+    rng = np.random.default_rng(0)
+    return [(rng.integers(0, 12, size), rng.normal(size=(size, 13)).astype(np.float32)) for _ in range(steps)]
+
+
+def make(stage, *, mics=False, explicit=False, specs=SPECS, **options):
+    shape, names = ((2, 2, 2), ("replica", "data", "model")) if mics else ((4, 2), ("data", "model"))
+    mesh = helpers.make_mesh(shape, names, explicit=explicit)
+    options |= dict(replica_axis="replica") if mics else {}
+    return jaxzero.Zero(mesh, stage=stage, param_specs=specs, **options)
+
+
+def placed(zero, batch):
+    return checks.place(batch, zero.mesh, P(checks.axes_of(zero)))
+
+
+def stored_specs(tree):
+    return {name: _trimmed(getattr(leaf, "value", leaf).sharding.spec) for name, leaf in tree.items()}
+
+
+def _trimmed(spec):
+    parts = list(spec)
+    while parts and parts[-1] is None:
+        parts.pop()
+    return P(*parts)
+
+
+def run(zero, inner, steps=5):
+    """Five steps; asserts on the way that gradients are right and that one program serves all steps."""
+    tx = zero.optimizer(inner)
+    params = zero.shard(tree())
+    state = tx.init(params)
+    grad_fn = zero.value_and_grad(loss)
+
+    @jax.jit
+    def step(params, state, batch):
+        value, grads = grad_fn(params, batch)
+        return *zero.apply(tx, grads, state, params), value, grads
+
+    for i, batch in enumerate(batches(steps)):
+        before = [x.sharding for x in jax.tree.leaves((params, state))]
+        params, state, _, grads = step(params, state, placed(zero, batch))
+        if i == 0:
+            want = jax.grad(loss)(tree(), batch)
+            helpers.close(zero.gather(grads), want)
+            assert stored_specs(grads) == (SPECS | {"w2": P("model")} if zero.stage == 1 else CUT)
+        after = jax.tree.leaves((params, state))
+        assert all(x.sharding.is_equivalent_to(old, x.ndim) for x, old in zip(after, before, strict=True))
+    assert step._cache_size() == 1
+    return params, state
+
+
+@functools.cache
+def unsharded(name):
+    return checks.reference(OPTIMIZERS[name], tree(), loss, batches())
+
+
+DEFAULT = [(1, {}, "adamw"), (2, {}, "lamb"), (3, {}, "adafactor"), (2, dict(explicit=True), "muon")]
+DEFAULT += [(3, dict(mics=True), "adamw")]
+GRID = [(s, how, name) for s in (1, 2, 3) for how in ({}, dict(explicit=True), dict(mics=True)) for name in OPTIMIZERS]
+REST = [pytest.param(*case, marks=pytest.mark.slow) for case in GRID if case not in DEFAULT]
+
+
+@pytest.mark.parametrize(("stage", "how", "name"), [*DEFAULT, *REST])
+def test_run_equals_the_unsharded_one(stage, how, name):
+    zero = make(stage, **how)
+    params, state = run(zero, OPTIMIZERS[name])
+    want = unsharded(name)
+    assert stored_specs(params) == (CUT if stage == 3 else SPECS | {"w2": P("model")})
+    whole = zero.gather(params)
+    checks.assert_params_equal(whole, want.params)
+    assert stored_specs(whole) == SPECS | {"w2": P("model")}
+    helpers.assert_all_shards_equal(state)
+    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(state), jax.tree.leaves(want.state), strict=True):
+        a, b = unpadded(a, np.shape(b)), np.asarray(b)
+        np.testing.assert_allclose(a, b, 2e-5, 2e-5 * np.max(np.abs(b), initial=0), err_msg=helpers.name(path))
+
+
+def unpadded(stored, shape):
+    """A state leaf of this logical shape, without its padding, which must be zero."""
+    stored = np.asarray(stored)
+    kept = stored[tuple(slice(size) for size in shape)] if stored.ndim == len(shape) else checks.logical(stored, shape)
+    assert np.count_nonzero(stored) == np.count_nonzero(kept)
+    return kept
+
+
+# --- what moves over the other axis --------------------------------------------------------------
+
+LARGE = {"emb": (60, 64), "w1": (64, 128), "w2": (128, 64), "odd": (61, 64), "b1": (128,), "b2": (64,), "scale": ()}
+#: Bytes of the smallest share of a matrix; vectors, among them those of Adafactor, are smaller.
+LEAST = 60 * 64 * 4 // 8
+
+
+def over_model(lowered):
+    rows = compiled.collectives(lowered.compile().as_text(), 8)
+    return [row for row in rows if "model" in row.axes({"data": 4, "model": 2})]
+
+
+def update_over_model(name, stage=2):
+    zero = make(stage)
+    tx = zero.optimizer(OPTIMIZERS[name])
+    params = zero.shard(tree(LARGE))
+    grads = make(3).shard(tree(LARGE))
+    step = jax.jit(lambda g, s, p: zero.apply(tx, g, s, p))
+    return over_model(step.lower(grads, tx.init(params), params))
+
+
+@pytest.mark.parametrize("name", ["adamw", "lamb", "adafactor"])
+def test_update_moves_no_parameter_over_the_other_axis(name):
+    rows = update_over_model(name)
+    assert rows  # norms and factored moments cross it
+    assert max(row.nbytes for row in rows) < LEAST
+
+
+def test_muon_moves_what_newton_schulz_needs():
+    assert max(row.nbytes for row in update_over_model("muon")) >= LEAST
+
+
+def gradient_over_model(stage):
+    zero = make(stage)
+    params = zero.shard(tree(LARGE))
+    batch = placed(zero, [x[:4] for x in batches(1)[0][:1]] + [np.zeros((4, 61), np.float32)])
+    return over_model(jax.jit(zero.value_and_grad(loss)).lower(params, tuple(batch)))
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_gradient_moves_no_parameter_over_the_other_axis(stage):
+    rows = gradient_over_model(stage)
+    assert rows  # activations cross it
+    assert max(row.nbytes for row in rows) < LEAST
+
+
+def test_without_nested_regions_the_compiler_would_move_them(monkeypatch):
+    monkeypatch.setattr(exchange, "within", lambda beside, f, x, *rest: f(x, *rest))
+    assert max(row.nbytes for row in update_over_model("adamw")) >= LEAST
+
+
+# --- losses, loops, a region of the user's own ---------------------------------------------------
+
+
+@pytest.mark.parametrize("explicit", [False, True])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_constraints_and_layers_in_the_loss(stage, explicit):
+    """A loss that says where its activations are, over scanned layers, with accumulation."""
+    params = {"layers": jax.random.normal(jax.random.key(1), (3, 16, 16)) / 4, "bias": jnp.ones((3, 16))}
+    specs = {"layers": P(None, None, "model"), "bias": P(None, "model")}
+
+    def deep(params, x):
+        def layer(x, p):
+            x = lax.with_sharding_constraint(x @ p["layers"], P(None, "model"))
+            return jnp.tanh(x + p["bias"]), None
+
+        return jnp.mean(lax.scan(layer, x, params)[0] ** 2)
+
+    def plain(params, x):
+        return jnp.mean(lax.scan(lambda x, p: (jnp.tanh(x @ p["layers"] + p["bias"]), None), x, params)[0] ** 2)
+
+    x = np.random.default_rng(3).normal(size=(16, 16)).astype(np.float32)
+    zero = make(stage, specs=specs, explicit=explicit).observe(deep, params, x)
+    at_rest = zero.shard(params)
+    if stage == 3:
+        assert stored_specs(at_rest) == {"layers": P(None, "data", "model"), "bias": P(None, "model")}
+    value, grads = zero.value_and_grad(deep, accumulate=2)(at_rest, placed(zero, x))
+    want = jax.value_and_grad(plain)(params, x)
+    helpers.close((value, zero.gather(grads)), want)
+    rows = zero.forward(lambda p, x: x @ p["layers"][0])(at_rest, placed(zero, x))
+    helpers.close(rows, x @ params["layers"][0])
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_inside_a_users_shard_map(stage):
+    zero = make(stage)
+    tx = zero.optimizer(OPTIMIZERS["adamw"])
+    params = zero.shard(tree())
+    state = tx.init(params)
+    held, specs = zero.specs(params), zero.specs(state)
+    assert jax.tree.leaves(specs) == [P(*(a if a == "data" else None for a in x)) for x in jax.tree.leaves(specs)]
+
+    def step(params, state, batch):
+        _, grads = zero.value_and_grad(loss)(params, batch)
+        return zero.apply(tx, grads, state, params)
+
+    step = jax.shard_map(
+        step, mesh=zero.mesh, in_specs=(held, specs, P("data")), out_specs=(held, specs), axis_names={"data"}
+    )
+    for batch in batches():
+        params, state = jax.jit(step)(params, state, placed(zero, batch))
+    checks.assert_params_equal(zero.gather(params), unsharded("adamw").params)
+
+
+def test_a_function_gives_the_specs_and_parameters_are_born_in_place():
+    by_name = lambda path, leaf: SPECS[path[-1].key] if leaf.ndim else None
+    for stage in (2, 3):
+        zero = make(stage, specs=by_name)
+        params = zero.init(tree)
+        assert stored_specs(params) == (CUT if stage == 3 else SPECS | {"w2": P("model")})
+        helpers.close(zero.gather(params), tree())
+        abstract = zero.optimizer(optax.adam(1e-2)).init(jax.eval_shape(tree) if stage == 2 else params)
+        assert _trimmed(abstract[0].mu["odd"].sharding.spec) == P("data", "model")
+        assert abstract[0].mu["odd"].shape == (16, 16)  # padded from 13
+
+
+# --- bad input -----------------------------------------------------------------------------------
+
+FIX = "Fix:"
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        (P("modle"), ["w1", "'modle'", "not in the mesh", "model"]),
+        (P("data"), ["w1", "'data'", "splits"]),
+        (P(None, None, "model"), ["w1", "3 entries", "at most 2"]),
+        (P("model", "model"), ["w1", "'model' twice"]),
+        ("model", ["w1", "str", "PartitionSpec"]),
+    ],
+)
+def test_specs_that_do_not_fit_are_refused(spec, words):
+    with pytest.raises(ValueError, match=checks.saying("param_specs", *words, FIX)):
+        make(2, specs=SPECS | {"w1": spec}).shard(tree())
+    with pytest.raises(ValueError, match=checks.saying("param_specs", *words, FIX)):
+        make(2, specs=lambda path, leaf: spec if path[0].key == "w1" else None).shard(tree())
+
+
+def test_more_that_is_refused():
+    with pytest.raises(
+        ValueError, match=checks.saying("param_specs", "odd", "dimension 0 of 13", "divide by the 2", FIX)
+    ):
+        make(2, specs=SPECS | {"odd": P("model")}).shard(tree())
+    with pytest.raises(ValueError, match=checks.saying("param_specs has no leaf 'scale'", FIX)):
+        make(2, specs={k: v for k, v in SPECS.items() if k != "scale"}).shard(tree())
+    with pytest.raises(ValueError, match=checks.saying("regather", "param_specs", FIX)):
+        make(3, specs=SPECS, mics=True, shard_axis=("replica", "data"), replica_axis=None, regather="local")
+    zero = make(2)
+    state = zero.optimizer(optax.adam(1e-2)).init(zero.shard(tree()))
+    with pytest.raises(ValueError, match=checks.saying("specs: leaf '0/mu/b1'", "NamedSharding", FIX)):
+        jax.eval_shape(lambda s: zero.specs(s) and 0, state)
+
+
+def test_sharded_leaves_without_param_specs_point_to_it():
+    zero = make(2, specs=None)
+    params = {"w": jax.device_put(jnp.ones((16, 4)), NamedSharding(zero.mesh, P(None, "model")))}
+    with pytest.raises(ValueError, match=checks.saying("init: leaf 'w'", "param_specs=jax.tree.map", FIX)):
+        zero.optimizer(optax.adam(1e-2)).init(params)
+    read = make(2, specs=jax.tree.map(lambda x: x.sharding.spec, params))
+    assert read.optimizer(optax.adam(1e-2)).init(params)[0].mu["w"].sharding.spec == P("data", "model")
+
+
+def test_other_axis_manual_in_a_users_shard_map_is_refused():
+    zero = make(2)
+    everywhere = jax.shard_map(zero.optimizer(optax.sgd(0.1)).init, mesh=zero.mesh, in_specs=P(), out_specs=P())
+    with pytest.raises(ValueError, match=checks.saying("param_specs", "'b1'", "'model' is", "manual", FIX)):
+        jax.eval_shape(everywhere, tree())
