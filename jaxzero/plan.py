@@ -5,10 +5,11 @@ from typing import Any
 
 import jax
 import optax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from . import plan_table, plan_traffic, wrapper
 from .flat_program import nbytes
-from .layout import Layout, Shape, is_split
+from .layout import Shape, is_split
 from .losses import How
 from .mesh import path_text
 from .options import STAGES, Options
@@ -154,11 +155,11 @@ def make(options: Options, params: Any, inner: optax.GradientTransformation | No
         tuple(options.mesh.shape.items()),
         axes.shard,
         axes.replica,
-        tuple(_row(leaf, options.stage, own.get(leaf.path, 0), buckets, chunks) for leaf in leaves.leaves),
+        tuple(_row(options, leaf, own.get(leaf.path, 0), buckets, chunks) for leaf in leaves.leaves),
         other,
-        tuple(_at_rest(stage, leaves, sum(own.values()) + other if stage else unsharded) for stage in (0, *STAGES)),
+        tuple(_at_rest(options, s, leaves, sum(own.values()) + other if s else unsharded) for s in (0, *STAGES)),
         traffic,
-        _notes(options, inner, how),
+        _notes(options, inner, how, leaves),
     )
 
 
@@ -177,11 +178,14 @@ def _check(params: Any) -> None:
             )
 
 
-def _notes(options: Options, inner: Any, how: How) -> tuple[str, ...]:
+def _notes(options: Options, inner: Any, how: How, leaves: Leaves) -> tuple[str, ...]:
     """What the figures depend on."""
     out = ["sent: bytes that leave each device in a ring, in one step of value_and_grad and apply"]
     if inner is None:
         out.append("no optimizer was given: its state and what its update sends are missing")
+    kept = [path_text(leaf.path) for leaf in leaves.leaves if leaf.trainable and leaf.beside and leaf.layout is None]
+    if kept:
+        out.append(f"not cut, since other axes shard every dimension: {', '.join(kept)}")
     if options.stage > 1:
         what = "gathers parameters and reduces gradients" if options.stage == 3 else "reduces gradients"
         once = options.stage == 2 and how.sync == "once"
@@ -200,7 +204,7 @@ def _notes(options: Options, inner: Any, how: How) -> tuple[str, ...]:
 # --- bytes at rest -------------------------------------------------------------------------------
 
 
-def _row(leaf: Leaf, stage: int, state: int, buckets: dict[Any, int], chunks: dict[Any, int]) -> PlannedLeaf:
+def _row(options: Options, leaf: Leaf, state: int, buckets: dict[Any, int], chunks: dict[Any, int]) -> PlannedLeaf:
     layout = leaf.layout
     return PlannedLeaf(
         path_text(leaf.path),
@@ -209,34 +213,39 @@ def _row(leaf: Leaf, stage: int, state: int, buckets: dict[Any, int], chunks: di
         "whole" if layout is None else "stacked" if leaf.layers else layout.kind,
         leaf.shape if layout is None else layout.stored_shape,
         0 if layout is None else layout.padding,
-        _param_bytes(leaf, stage),
-        _grad_bytes(leaf, stage),
+        _param_bytes(options, leaf, options.stage),
+        _grad_bytes(options, leaf, options.stage),
         state,
         buckets.get(leaf.path),
         chunks.get(leaf.path),
     )
 
 
-def _at_rest(stage: int, leaves: Leaves, state: int) -> AtRest:
+def _at_rest(options: Options, stage: int, leaves: Leaves, state: int) -> AtRest:
     return AtRest(
         stage,
-        sum(_param_bytes(leaf, stage) for leaf in leaves.leaves),
-        sum(_grad_bytes(leaf, stage) for leaf in leaves.leaves),
+        sum(_param_bytes(options, leaf, stage) for leaf in leaves.leaves),
+        sum(_grad_bytes(options, leaf, stage) for leaf in leaves.leaves),
         state,
     )
 
 
-def _param_bytes(leaf: Leaf, stage: int) -> int:
-    return _bytes(leaf, leaf.layout if stage == 3 else None)
+def _param_bytes(options: Options, leaf: Leaf, stage: int) -> int:
+    return _bytes(options, leaf, stage == 3)
 
 
-def _grad_bytes(leaf: Leaf, stage: int) -> int:
+def _grad_bytes(options: Options, leaf: Leaf, stage: int) -> int:
     """A key has no gradient; that of other leaves that pass through is zeros."""
-    return 0 if is_key(leaf.dtype) else _bytes(leaf, leaf.layout if stage >= 2 else None)
+    return 0 if is_key(leaf.dtype) else _bytes(options, leaf, stage >= 2)
 
 
-def _bytes(leaf: Leaf, layout: Layout | None) -> int:
-    return nbytes(leaf.shape if layout is None else layout.local_shape, leaf.dtype)
+def _bytes(options: Options, leaf: Leaf, split: bool) -> int:
+    shape = leaf.cut.stored_shape if split and leaf.layout else leaf.shape
+    return nbytes(_local(options, shape, leaf.spec(options.shard_axes if split else None)), leaf.dtype)
+
+
+def _local(options: Options, shape: Shape, spec: PartitionSpec) -> Shape:
+    return NamedSharding(options.mesh, spec).shard_shape(shape)
 
 
 def _state(
@@ -255,5 +264,9 @@ def _state(
             other += size
         else:
             own[leaf.path] = own.get(leaf.path, 0) + size
-    plain = jax.tree.leaves(jax.eval_shape(inner.init, leaves.unflatten(leaves.stand_ins())))
-    return own, other, sum(nbytes(x.shape, x.dtype) for x in plain)
+    plain = jax.eval_shape(inner.init, leaves.unflatten(leaves.stand_ins()))
+    unsharded = 0
+    for path, x in jax.tree_util.tree_leaves_with_path(plain):
+        leaf = owner(path, x.shape, by_path)
+        unsharded += nbytes(x.shape if leaf is None else _local(options, x.shape, leaf.spec(None)), x.dtype)
+    return own, other, unsharded

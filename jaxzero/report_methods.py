@@ -22,7 +22,8 @@ class ReportMethods(LossMethods):
         """What the partitioner does with each equation of `inner.update`, and what it costs.
 
         Traces only: nothing is computed or sent. Gradients are taken as split, as `value_and_grad` gives
-        them; the collectives of the stage itself come on top.
+        them; the collectives of the stage itself come on top. With `param_specs` the update is compiled too, which
+        shows what it moves over the other mesh axes.
 
         Args:
           inner: The optimizer, not wrapped.
@@ -38,8 +39,7 @@ class ReportMethods(LossMethods):
           >>> len(report.crossings)
           0
         """
-        record, axes = wrapper.Calls(self, inner, False).record(params)
-        return Report.of(record, axes.n)
+        return wrapper.Calls(self, inner, False).report(params)
 
     def plan(
         self,

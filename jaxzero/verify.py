@@ -14,7 +14,7 @@ from .mesh import Axes, path_text
 from .options import Options
 from .partition import size_text
 from .plan import Plan
-from .state import Leaf, leaves_of
+from .state import Leaf
 
 CALL = "verify"
 #: Bytes below which a collective, an argument or a difference is no matter.
@@ -85,7 +85,7 @@ def verify(
             f"{dict(options.mesh.shape)}. Fix: verify it with the Zero that it was made with."
         )
     found = collectives(compiled, options.mesh)
-    leaves = [leaf for leaf in leaves_of(params, axes.n, options.stacked).leaves if leaf.layout is not None]
+    leaves = [leaf for leaf in options.leaves(params, axes.n).leaves if leaf.layout is not None]
     owned = _owned(program, leaves)
     checks = [
         *_traffic(options, program, plan, found, axes, inner is not None),

@@ -9,14 +9,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import Mesh
 
-from . import checks, mesh, programs, regions
+from . import checks, hlo, mesh, programs, regions
 from .layout import is_split
 from .manual_region import open_region
 from .mesh import Axes
 from .optimizer import Init, Update
 from .options import Options
-from .partition import Record
+from .partition import Record, Report
 from .state import Leaf, Leaves, bare, is_key, skipping, state_leaves, wear
 
 #: Set while an inner optimizer is traced: another wrapped one inside it is refused.
@@ -121,7 +122,7 @@ class Calls:
             new, new_state = self._region(call, body, [*paths, None, None])(*arrays)
         return _assemble(call, body, new, new_state, s_arrays, p_arrays, manual)
 
-    def record(self, params: Any) -> tuple[Record, Axes]:
+    def report(self, params: Any) -> Report:
         """What one update with split gradients does, without running it."""
         axes, _ = self.options.context("explain")
         leaves, _ = self._leaves("explain", params, axes)
@@ -143,7 +144,15 @@ class Calls:
         record = Record()
         observed = functools.partial(body, record=record)
         jax.eval_shape(open_region(self.options.mesh, axes, observed, body.in_specs, body.out_specs), *arrays)
-        return record, axes
+        return Report.of(record, axes.n, self._over_others(body, arrays))
+
+    def _over_others(self, body: Update, arrays: Sequence[Any]) -> tuple[Any, ...] | None:
+        """What the update moves over mesh axes that are the compiler's: only the compiled program shows it."""
+        if self.options.param_specs is None or not isinstance(self.options.mesh, Mesh):
+            return None
+        own = set(body.axes.every)
+        compiled = jax.jit(regions.around(body)).lower(*arrays).compile()
+        return tuple(x for x in hlo.collectives(compiled, self.options.mesh) if x.axes and set(x.axes) - own)
 
     # --- behind the calls ---
 

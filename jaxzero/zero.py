@@ -43,6 +43,10 @@ class Zero(ReportMethods):
         Small float16 gradients vanish when divided by it; about its square root is the usual middle way.
       stacked: A predicate on key paths: leaves whose leading axis counts layers, split inside each.
         `observe` finds them.
+      param_specs: How other mesh axes shard the parameters already (tensor parallelism): a tree of
+        `PartitionSpec`s like them, such as `jax.tree.map(lambda x: x.sharding.spec, params)`, or a function of
+        (key path, abstract leaf). A leaf is cut along its first dimension that none of these axes shards, padded to
+        a multiple of `N`; one that has none is not cut. The axes stay with the compiler, in losses too.
       prefetch: Stage 3: how many large gathers may run ahead of the computation; 0 takes least memory.
       persist_bytes: Stage 3: parameters up to this size, in bytes, stay whole from their first use to the end
         of the backward pass.

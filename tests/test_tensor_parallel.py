@@ -3,7 +3,6 @@
 import functools
 
 import checks
-import compiled
 import helpers
 import jax
 import jax.numpy as jnp
@@ -137,8 +136,7 @@ LEAST = 60 * 64 * 4 // 8
 
 
 def over_model(lowered):
-    rows = compiled.collectives(lowered.compile().as_text(), 8)
-    return [row for row in rows if "model" in row.axes({"data": 4, "model": 2})]
+    return [x for x in jaxzero.collectives(lowered.compile(), make(2).mesh) if "model" in x.axes]
 
 
 def update_over_model(name, stage=2):
@@ -157,8 +155,17 @@ def test_update_moves_no_parameter_over_the_other_axis(name):
     assert max(row.nbytes for row in rows) < LEAST
 
 
-def test_muon_moves_what_newton_schulz_needs():
-    assert max(row.nbytes for row in update_over_model("muon")) >= LEAST
+def test_muon_moves_what_newton_schulz_needs_and_explain_prints_it():
+    rows = update_over_model("muon")
+    assert max(row.nbytes for row in rows) >= LEAST
+    report = make(2).explain(OPTIMIZERS["muon"], tree(LARGE))
+    assert report.others
+    assert {(x.kind, x.axes, x.nbytes) for x in report.others if x.nbytes >= LEAST} == {
+        (x.kind, x.axes, x.nbytes) for x in rows if x.nbytes >= LEAST
+    }
+    assert f"{len(report.others)} collectives over other mesh axes" in str(report)
+    gathered = {c.shape: c.nbytes for c in report.gathers}
+    assert gathered[128, 64] == 128 * 64 * 4 // 2  # over "data", each half of it by itself
 
 
 def gradient_over_model(stage):

@@ -5,6 +5,8 @@ import dataclasses
 import math
 from typing import Any
 
+import jax
+
 from .values import Partial, Split
 
 
@@ -17,7 +19,7 @@ class Crossing:
       how: ``"gather"`` (a split value made whole), or ``"sum"``, ``"max"``, ``"min"``, ``"prod"``.
       shape: The logical shape.
       dtype: The dtype's name.
-      nbytes: Bytes of the whole value.
+      nbytes: Bytes of the whole value; of one that other mesh axes shard, of a device's part of it.
       times: How often per step (more than once inside a loop of known length).
     """
 
@@ -58,8 +60,14 @@ class Record:
             self._keep.append(x)  # so that no later value gets the same id
             how = "gather" if isinstance(x, Split) else x.how
             assert isinstance(x, (Split, Partial))
-            nbytes = math.prod(x.shape) * x.dtype.itemsize
+            nbytes = math.prod(x.shape) * x.dtype.itemsize // _parts(x)
             self.crossings.append(Crossing(name, how, x.shape, str(x.dtype), nbytes, times))
+
+
+def _parts(x: Any) -> int:
+    """In how many parts other mesh axes shard a value."""
+    beside = x.layout.beside if isinstance(x, Split) else ()
+    return math.prod(jax.sharding.get_abstract_mesh().shape[a] for axes in beside for a in axes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,6 +80,8 @@ class Report:
       scalars: Equations on whole scalars.
       crossings: What crossed devices, in order.
       n: The number of shares.
+      others: With `param_specs`, what the compiled update moves over other mesh axes (a tuple of `Collective`);
+        `None` where there are none, or no devices to compile for.
     """
 
     local: int
@@ -79,9 +89,10 @@ class Report:
     scalars: int
     crossings: tuple[Crossing, ...]
     n: int
+    others: tuple[Any, ...] | None = None
 
     @classmethod
-    def of(cls, record: Record, n: int) -> "Report":
+    def of(cls, record: Record, n: int, others: tuple[Any, ...] | None = None) -> "Report":
         """The report of a finished record."""
         many = sum(record.whole.values())
         return cls(
@@ -90,6 +101,7 @@ class Report:
             scalars=record.counts["whole"] - many,
             crossings=tuple(record.crossings),
             n=n,
+            others=others,
         )
 
     @property
@@ -122,6 +134,10 @@ class Report:
             f"{len(self.gathers)} values gathered: {gathered} per device and step",
             *_groups(self.gathers),
         ]
+        if self.others is not None:
+            sent = size_text(sum(x.sent for x in self.others))
+            lines += [f"{len(self.others)} collectives over other mesh axes: {sent} per device and step"]
+            lines += _others(self.others)
         if self.whole:
             names = ", ".join(f"{count} {name}" for name, count in self.whole.items())
             lines.append(f"in full on every device: {names}")
@@ -139,6 +155,14 @@ def size_text(nbytes: float) -> str:
             return f"{nbytes:.4g} {unit}"
         nbytes /= 1000
     return f"{nbytes:.4g} GB"
+
+
+def _others(collectives: tuple[Any, ...]) -> list[str]:
+    groups = collections.Counter((x.kind, "+".join(x.axes), x.nbytes, x.times) for x in collectives)
+    return [
+        f"  {count:4d} x {kind} of {size_text(nbytes)} over {axes}" + (f", {times} times" if times > 1 else "")
+        for (kind, axes, nbytes, times), count in groups.most_common()
+    ]
 
 
 def _groups(crossings: tuple[Crossing, ...]) -> list[str]:
