@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 from jax import lax
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxzero
@@ -30,9 +30,13 @@ OPTIMIZERS = {
 }
 
 
+def slow(*case):
+    return pytest.param(*case, marks=pytest.mark.slow)
+
+
 def tree(shapes=SHAPES):
-    keys = jax.random.split(jax.random.key(0), len(shapes))
-    return {name: 0.3 * jax.random.normal(key, shape) for (name, shape), key in zip(shapes.items(), keys, strict=True)}
+    rng = np.random.default_rng(1)
+    return {name: np.float32(0.3) * rng.standard_normal(shape, np.float32) for name, shape in shapes.items()}
 
 
 def loss(params, batch):
@@ -85,37 +89,47 @@ def run(zero, inner, steps=5):
         before = [x.sharding for x in jax.tree.leaves((params, state))]
         params, state, _, grads = step(params, state, placed(zero, batch))
         if i == 0:
-            want = jax.grad(loss)(tree(), batch)
-            helpers.close(zero.gather(grads), want)
+            for name, want in jax.jit(jax.grad(loss))(tree(), batch).items():
+                helpers.close(unpadded(getattr(grads[name], "value", grads[name]), want.shape), want)
             assert stored_specs(grads) == (SPECS | {"w2": P("model")} if zero.stage == 1 else CUT)
         after = jax.tree.leaves((params, state))
         assert all(x.sharding.is_equivalent_to(old, x.ndim) for x, old in zip(after, before, strict=True))
-    assert step._cache_size() == 1
+    assert step._cache_size() == 1 or AxisType.Explicit in zero.mesh.axis_types  # which writes P() as P(None)
     return params, state
 
 
 @functools.cache
 def unsharded(name):
-    return checks.reference(OPTIMIZERS[name], tree(), loss, batches())
+    """Parameters and state of the run on one device."""
+    tx, params = OPTIMIZERS[name], tree()
+
+    @jax.jit
+    def step(params, state, batch):
+        updates, state = tx.update(jax.grad(loss)(params, batch), state, params)
+        return optax.apply_updates(params, updates), state
+
+    state = jax.jit(tx.init)(params)
+    for batch in batches():
+        params, state = step(params, state, batch)
+    return params, state
 
 
 DEFAULT = [(1, {}, "adamw"), (2, {}, "lamb"), (3, {}, "adafactor"), (2, dict(explicit=True), "muon")]
-DEFAULT += [(3, dict(mics=True), "adamw")]
 GRID = [(s, how, name) for s in (1, 2, 3) for how in ({}, dict(explicit=True), dict(mics=True)) for name in OPTIMIZERS]
-REST = [pytest.param(*case, marks=pytest.mark.slow) for case in GRID if case not in DEFAULT]
+REST = [slow(*case) for case in GRID if case not in DEFAULT]
 
 
 @pytest.mark.parametrize(("stage", "how", "name"), [*DEFAULT, *REST])
 def test_run_equals_the_unsharded_one(stage, how, name):
     zero = make(stage, **how)
     params, state = run(zero, OPTIMIZERS[name])
-    want = unsharded(name)
+    want_params, want_state = unsharded(name)
     assert stored_specs(params) == (CUT if stage == 3 else SPECS | {"w2": P("model")})
     whole = zero.gather(params)
-    checks.assert_params_equal(whole, want.params)
+    checks.assert_params_equal(whole, want_params)
     assert stored_specs(whole) == SPECS | {"w2": P("model")}
     helpers.assert_all_shards_equal(state)
-    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(state), jax.tree.leaves(want.state), strict=True):
+    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(state), jax.tree.leaves(want_state), strict=True):
         a, b = unpadded(a, np.shape(b)), np.asarray(b)
         np.testing.assert_allclose(a, b, 2e-5, 2e-5 * np.max(np.abs(b), initial=0), err_msg=helpers.name(path))
 
@@ -164,8 +178,8 @@ def test_muon_moves_what_newton_schulz_needs_and_explain_prints_it():
         (x.kind, x.axes, x.nbytes) for x in rows if x.nbytes >= LEAST
     }
     assert f"{len(report.others)} collectives over other mesh axes" in str(report)
-    gathered = {c.shape: c.nbytes for c in report.gathers}
-    assert gathered[128, 64] == 128 * 64 * 4 // 2  # over "data", each half of it by itself
+    # Over "data" each half travels by itself.
+    assert {c.nbytes for c in report.gathers if c.shape[-2:] == (64, 128)} == {128 * 64 * 4 // 2}
 
 
 def gradient_over_model(stage):
@@ -190,8 +204,7 @@ def test_without_nested_regions_the_compiler_would_move_them(monkeypatch):
 # --- losses, loops, a region of the user's own ---------------------------------------------------
 
 
-@pytest.mark.parametrize("explicit", [False, True])
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize(("stage", "explicit"), [(2, True), (3, False), slow(2, False), slow(3, True)])
 def test_constraints_and_layers_in_the_loss(stage, explicit):
     """A loss that says where its activations are, over scanned layers, with accumulation."""
     params = {"layers": jax.random.normal(jax.random.key(1), (3, 16, 16)) / 4, "bias": jnp.ones((3, 16))}
@@ -219,7 +232,7 @@ def test_constraints_and_layers_in_the_loss(stage, explicit):
     helpers.close(rows, x @ params["layers"][0])
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [3, slow(2)])
 def test_inside_a_users_shard_map(stage):
     zero = make(stage)
     tx = zero.optimizer(OPTIMIZERS["adamw"])
@@ -237,19 +250,33 @@ def test_inside_a_users_shard_map(stage):
     )
     for batch in batches():
         params, state = jax.jit(step)(params, state, placed(zero, batch))
-    checks.assert_params_equal(zero.gather(params), unsharded("adamw").params)
+    checks.assert_params_equal(zero.gather(params), unsharded("adamw")[0])
 
 
-def test_a_function_gives_the_specs_and_parameters_are_born_in_place():
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_function_gives_the_specs_and_parameters_are_born_in_place(stage):
     by_name = lambda path, leaf: SPECS[path[-1].key] if leaf.ndim else None
-    for stage in (2, 3):
-        zero = make(stage, specs=by_name)
-        params = zero.init(tree)
-        assert stored_specs(params) == (CUT if stage == 3 else SPECS | {"w2": P("model")})
-        helpers.close(zero.gather(params), tree())
-        abstract = zero.optimizer(optax.adam(1e-2)).init(jax.eval_shape(tree) if stage == 2 else params)
-        assert _trimmed(abstract[0].mu["odd"].sharding.spec) == P("data", "model")
-        assert abstract[0].mu["odd"].shape == (16, 16)  # padded from 13
+    born = lambda key: {name: jax.random.normal(key, SHAPES[name]) for name in ("odd", "b1", "scale")}
+    zero = make(stage, specs=by_name)
+    params = zero.init(born, jax.random.key(0))
+    assert stored_specs(params) == {name: (CUT if stage == 3 else SPECS)[name] for name in params}
+    helpers.close(zero.gather(params), jax.jit(born)(jax.random.key(0)))
+    tx = zero.optimizer(optax.adam(1e-2))
+    state = tx.init(jax.eval_shape(lambda: zero.shard(born(jax.random.key(0)))))
+    assert _trimmed(state[0].mu["odd"].sharding.spec) == P("data", "model")
+    assert state[0].mu["odd"].shape == (16, 16)  # padded from 13
+
+
+def test_plan_counts_what_a_device_holds():
+    plan = make(3).plan(tree(), optax.adam(1e-2))
+    rows = {row.path: row for row in plan.leaves}
+    assert (rows["odd"].layout, rows["odd"].stored_shape, rows["odd"].padding) == ("rows", (16, 16), 3 * 16)
+    assert rows["odd"].parameters == rows["odd"].gradients == 16 * 16 * 4 // 8
+    assert rows["odd"].state == 2 * rows["odd"].parameters
+    assert (rows["b1"].layout, rows["b1"].parameters, rows["b1"].state) == ("whole", 64, 128)
+    assert "not cut, since other axes shard every dimension: b1" in str(plan)
+    params = make(3).shard(tree())
+    assert plan.at_rest[3].parameters == sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(params))
 
 
 # --- bad input -----------------------------------------------------------------------------------
