@@ -184,6 +184,12 @@ def _axes(call: str, zero: Options | None) -> Axes:
     if zero is None:
         return Axes(("data",), (), (1,))
     placement.outside(zero, call)
+    if zero.param_specs is not None:
+        raise ValueError(
+            f"{call}: this Zero has param_specs. Found parameters that other mesh axes shard; expected a Zero without, "
+            "since their padded shares have no form on disk yet. Fix: save zero.gather(params) with Orbax, or with "
+            "zero=None; the optimizer state starts anew."
+        )
     return zero.context(call)[0]
 
 

@@ -440,7 +440,7 @@ def second_hop_in_the_loop(first, second):
 
 
 def second_hop_dropped(first, second):
-    def hop(self, shares, dtypes, weight=None):
+    def hop(self, shares, layouts, dtypes, weight=None):
         return [self.receive(x, d, weight) for x, d in zip(shares, dtypes, strict=True)]
 
     return first, hop

@@ -170,13 +170,9 @@ def test_update_moves_no_parameter_over_the_other_axis(name):
 
 
 def test_muon_moves_what_newton_schulz_needs_and_explain_prints_it():
-    rows = update_over_model("muon")
-    assert max(row.nbytes for row in rows) >= LEAST
     report = make(2).explain(OPTIMIZERS["muon"], tree(LARGE))
-    assert report.others
-    assert {(x.kind, x.axes, x.nbytes) for x in report.others if x.nbytes >= LEAST} == {
-        (x.kind, x.axes, x.nbytes) for x in rows if x.nbytes >= LEAST
-    }
+    assert {x.axes for x in report.others} == {("model",)}
+    assert max(x.nbytes for x in report.others) >= LEAST
     assert f"{len(report.others)} collectives over other mesh axes" in str(report)
     # Over "data" each half travels by itself.
     assert {c.nbytes for c in report.gathers if c.shape[-2:] == (64, 128)} == {128 * 64 * 4 // 2}
@@ -204,7 +200,7 @@ def test_without_nested_regions_the_compiler_would_move_them(monkeypatch):
 # --- losses, loops, a region of the user's own ---------------------------------------------------
 
 
-@pytest.mark.parametrize(("stage", "explicit"), [(2, True), (3, False), slow(2, False), slow(3, True)])
+@pytest.mark.parametrize(("stage", "explicit"), [(3, False), slow(2, False), slow(2, True), slow(3, True)])
 def test_constraints_and_layers_in_the_loss(stage, explicit):
     """A loss that says where its activations are, over scanned layers, with accumulation."""
     params = {"layers": jax.random.normal(jax.random.key(1), (3, 16, 16)) / 4, "bias": jnp.ones((3, 16))}
