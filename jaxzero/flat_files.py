@@ -22,6 +22,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from . import exchange, mesh
 from .layout import Layout, Shape
+from .manual_region import open_region
 from .mesh import Axes
 from .pieces import Box, Chunks, boxes, extents
 
@@ -160,7 +161,7 @@ def _next_of(on: Any, axes: Axes, layout: Layout, count: int) -> Callable[[Any],
         return lax.ppermute(lax.slice_in_dim(x, 0, count, axis=layout.lead), axes.shard, from_next)
 
     spec = layout.spec(axes.shard)
-    return jax.jit(mesh.region(on, axes, head, spec, spec))
+    return jax.jit(open_region(on, axes, head, spec, spec))
 
 
 def _gathered(leaf: FlatLeaf, chunks: Chunks) -> Iterator[Part]:
@@ -200,7 +201,7 @@ def _slab(on: Any, axes: Axes, layout: Layout, rows: int) -> Callable[..., Any]:
         return exchange.all_gather([x], [part], axes.hops, bucket_bytes=None)[0]
 
     whole = PartitionSpec()
-    return jax.jit(mesh.region(on, axes, take, (layout.spec(axes.shard), whole), whole))
+    return jax.jit(open_region(on, axes, take, (layout.spec(axes.shard), whole), whole))
 
 
 async def _write(leaves: Sequence[FlatLeaf], copied: list[tuple[Shape, list[Part]]], infos: Sequence[Any]) -> None:

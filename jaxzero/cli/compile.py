@@ -25,7 +25,6 @@ from .. import plan_traffic
 from ..hlo import Collectives, collectives
 from ..memory import Memory
 from ..partition import size_text
-from ..state import leaves_of
 from ..topology import is_gpu, topology
 from ..zero import Zero
 from . import output
@@ -145,7 +144,7 @@ def _placed(zero: Zero, x: Any, spec: P) -> jax.ShapeDtypeStruct:
 def _at_rest(zero: Zero, params: Any) -> Any:
     """Abstract parameters as they rest, placed."""
     axes, _ = zero.context("compile")
-    resting = plan_traffic.at_rest(zero, leaves_of(params, axes.n, zero.stacked))
+    resting = plan_traffic.at_rest(zero, zero.leaves(params, axes.n))
     specs = zero.specs(resting) if zero.stage == 3 else jax.tree.map(lambda x: P(), resting)
     return jax.tree.map(lambda x, spec: _placed(zero, x, spec), resting, specs)
 
