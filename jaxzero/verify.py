@@ -191,7 +191,7 @@ def _on_use(
     fix = "no zero.gather in the step: zero.value_and_grad gathers parameters where they are used."
     idle = set(options.observed.unused) if options.observed else set()
     used = [leaf for leaf in leaves if leaf.trainable and leaf.path not in idle]
-    stacked = [leaf for leaf in used if leaf.cut.lead and _nbytes(leaf) > SMALL]
+    stacked = [leaf for leaf in used if leaf.layers and _nbytes(leaf) > SMALL]
     if stacked:
         turns = accumulate * min(leaf.shape[0] for leaf in stacked)
         inside = sum(x.sent for x in found if x.kind == GATHER and 2 * x.times >= turns)  # XLA may unroll by two

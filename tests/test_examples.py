@@ -168,6 +168,16 @@ def test_mics():
     assert figure(r"MiCS: loss \S+ to (\S+),", text) < 0.1
 
 
+def test_tensor_parallel():
+    text = output("tensor_parallel.py")
+    rows = re.findall(r"^[23] +(?:clip, adamw|muon) +(\S+) +(\S+) +(\S+)$", text, re.M)
+    assert len(rows) == 2
+    assert all(mine == one and float(far) < 1e-5 for mine, one, far in rows)
+    assert "parameter P('model', None), its moment P('model', 'data')" in text
+    assert "not cut, since other axes shard every dimension: in/b" in text
+    assert figure(r"(\d+) collectives over other mesh axes", text) > 0
+
+
 @pytest.mark.slow
 def test_any_optimizer():
     text = output("any_optimizer.py")
