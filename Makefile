@@ -10,10 +10,13 @@ ARGS ?=
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -q --durations 15
 
-.PHONY: train test test-all lint docs notebooks clean
+.PHONY: train bench test test-all lint docs notebooks clean
 
 train: $(VENV)/.examples
 	$(BIN)/python examples/train_gpt.py $(ARGS)
+
+bench: $(VENV)/.examples
+	$(BIN)/python benchmarks/run.py
 
 test: $(VENV)/.test
 	$(PYTEST) $(ARGS)

@@ -1,0 +1,76 @@
+"""Memory, traffic and compile time of large models on machines that are not here, beside native JAX.
+
+    python benchmarks/machines.py h100:2x8 [gpt] [llama]      # needs pip install "jaxzero[cuda]", no GPU
+    python benchmarks/machines.py v5e:4x4 [gpt] [llama]       # needs pip install "jaxzero[tpu]", no TPU
+
+One AdamW step of a 3.4 B-parameter GPT in float32 (2 x 512 tokens per device) and of an 8 B Llama in bfloat16
+(1 x 2048 tokens per device), compiled for all devices of the machine: native FSDP (`jit`, NamedSharding on the first
+dimension that divides, activations constrained to the batch axis) and stage 3. What XLA refuses because it does not
+fit the device is recorded as that.
+Writes `benchmarks/measured/<machine>.json`; models that are not named keep their rows.
+"""
+
+import functools
+import os
+import sys
+import time
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+import jax
+import optax
+import results
+import shapes
+import ways
+from jax.sharding import Mesh
+
+import jaxzero
+
+MODELS = {
+    "gpt": (functools.partial(shapes.gpt, vocabulary=32000, width=4096, layers=16, length=512, heads=8), (2, 513)),
+    "llama": (shapes.llama, (1, 2049)),
+}
+#: Scans first: they compile in seconds.
+LARGE = [way for way, (split, *_) in ways.WAYS.items() if split in ("fsdp", 3)][::-1]
+
+
+def compiled(name: str, way: str, mesh: Mesh) -> dict[str, object]:
+    """One row."""
+    model, (batch, length) = MODELS[name]
+    clock = time.perf_counter()
+    row = dict(model=name, way=way)
+    try:
+        program = ways.step(way, mesh, model, optax.adamw(1e-4), (batch * mesh.size, length)).compile()
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        return row | dict(refused=str(error).splitlines()[0][:200])
+    seconds = time.perf_counter() - clock
+    memory = jaxzero.Zero(mesh).memory(program)
+    found = jaxzero.collectives(program, mesh)
+    large = [x for x in found if x.kind == "all-gather" and x.nbytes >= 2**22]
+    hidden = sum(x.times for x in large if x.hidden) / max(1, sum(x.times for x in large))
+    sizes = dict(arguments=memory.arguments, total=memory.total, peak=memory.peak, sent=found.sent())
+    return row | sizes | dict(hidden=hidden, seconds=seconds)
+
+
+def main(machine: str, *names: str) -> None:
+    """Compiles and writes."""
+    mesh = Mesh(jaxzero.topology(machine), ("data",))
+    file = machine.replace(":", "_")
+    names = names or tuple(MODELS)
+    kept = [row for row in (results.read(file) or {"rows": []})["rows"] if row["model"] not in names]
+    about = {name: shapes.count(model(stacked=True)[0]) for name, (model, _) in MODELS.items()}
+    rows = []
+    for name in names:
+        for way in LARGE:
+            if name == "llama" and "scan" not in way:
+                continue
+            rows.append(compiled(name, way, mesh))
+            print(rows[-1], flush=True)
+            results.write(file, kept + rows, about)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) < 2 or not set(sys.argv[2:]) <= MODELS.keys():
+        sys.exit("machines: expected a machine, h100:2x8 or v5e:4x4, and perhaps models, gpt or llama")
+    main(*sys.argv[1:])

@@ -1,0 +1,179 @@
+"""Writes `benchmarks/RESULTS.md` and its plots from what the benchmarks left in `benchmarks/measured`.
+
+python benchmarks/report.py
+"""
+
+import pathlib
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import matplotlib as mpl
+import results
+import ways
+
+mpl.use("Agg")
+from matplotlib import pyplot as plt
+
+HERE = pathlib.Path(__file__).parent
+MACHINES = {"h100_2x8": "2 nodes of 8 H100", "v5e_4x4": "16 TPU v5e (4x4)"}
+COMMANDS = {
+    "traffic": "python benchmarks/traffic.py",
+    "bytes into a node": "python benchmarks/node_traffic.py",
+    "hidden gathers": "python benchmarks/overlap.py",
+    "bucket sizes": "python benchmarks/buckets.py",
+    "a model of MiCS on slow networks": "python benchmarks/mics_model.py",
+}
+NATIVE, OURS = "#9aa0a6", "#1a73e8"
+Rows = list[dict[str, Any]]
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table; all columns but the first to the right."""
+    line = lambda cells: "| " + " | ".join(cells) + " |"
+    return "\n".join([line(head), line(["---", *["---:"] * (len(head) - 1)]), *map(line, rows)])
+
+
+def origin(document: dict[str, Any]) -> str:
+    """Versions and machine, in one line."""
+    versions = ", ".join(f"{name} {version}" for name, version in document["versions"].items())
+    return f"{versions}; {document['machine']}; {document['date']}."
+
+
+# --- step time -----------------------------------------------------------------------------------
+
+
+def step_time(document: dict[str, Any]) -> str:
+    """One table per optimizer, and a plot."""
+    about = document["about"]
+    parts = [
+        "## Step time, memory and traffic on virtual CPU devices",
+        f"A GPT of {about['parameters'] / 1e6:.2f} M parameters (vocabulary {about['vocabulary']}, width "
+        f"{about['width']}, {about['layers']} layers), {about['batch']} texts of {about['length']} tokens over all "
+        "devices. All ways of a table's world ran in one process, step by step in turn; times are the least of "
+        f"{about['rounds']} rounds. The machine was shared with other programs and virtual devices share its cores: "
+        "read ratios, not milliseconds, and of them differences beyond a fifth. `beside` is the ratio to the native "
+        "way that splits the same.",
+        origin(document),
+    ]
+    for name in dict.fromkeys(row["optimizer"] for row in document["rows"]):
+        mine = [row for row in document["rows"] if row["optimizer"] == name]
+        parts += [f"### {name}", _step_table(mine)]
+    _plot_steps(document["rows"])
+    parts.append("![Step time and memory beside native JAX](measured/step_time.svg)")
+    return "\n\n".join(parts)
+
+
+def _step_table(rows: Rows) -> str:
+    head = ["way, devices", "ms", "beside", "MB per device", "beside", "MB sent", "compiled in s"]
+    by = {(row["world"], row["way"]): row for row in rows}
+    lines = []
+    for row in sorted(rows, key=lambda row: (row["world"], list(ways.WAYS).index(row["way"]))):
+        other = by.get((row["world"], ways.BESIDE.get(row["way"], "")))
+        ratio = lambda key, row=row, other=other: f"{row[key] / other[key]:.2f}" if other else ""
+        lines.append(
+            [
+                f"{row['way']}, {row['world']}",
+                f"{row['milliseconds']:.1f}",
+                ratio("milliseconds"),
+                f"{row['total'] / 1e6:.2f}",
+                ratio("total"),
+                f"{row['sent'] / 1e6:.2f}",
+                f"{row['compile_seconds']:.1f}",
+            ]
+        )
+    return table(head, lines)
+
+
+def _plot_steps(rows: Rows) -> None:
+    """AdamW on the most devices."""
+    most = max(row["world"] for row in rows)
+    mine = {row["way"]: row for row in rows if row["world"] == most and row["optimizer"] == "adamw"}
+    if not mine:
+        return
+    figure, both = plt.subplots(1, 2, figsize=(10, 3.6), layout="constrained", sharey=True)
+    for axes, key, scale, label in (
+        (both[0], "milliseconds", 1, f"ms per step, {most} virtual devices"),
+        (both[1], "total", 1e6, "MB per device"),
+    ):
+        names = list(mine)[::-1]
+        colors = [OURS if name in ways.BESIDE else NATIVE for name in names]
+        axes.barh(names, [mine[name][key] / scale for name in names], color=colors)
+        axes.set_xlabel(label)
+    _save(figure, "step_time")
+
+
+# --- machines ------------------------------------------------------------------------------------
+
+
+def machine(name: str, document: dict[str, Any]) -> str:
+    """One table per model, and a plot."""
+    parts = [f"## Compiled for {MACHINES[name]}, without them", origin(document)]
+    for model in dict.fromkeys(row["model"] for row in document["rows"]):
+        mine = [row for row in document["rows"] if row["model"] == model]
+        count = document["about"][model] / 1e9
+        parts += [f"### {model}, {count:.1f} B parameters", _machine_table(mine)]
+    _plot_machine(name, document["rows"])
+    parts.append(f"![Memory per device](measured/{name}.svg)")
+    return "\n\n".join(parts)
+
+
+def _machine_table(rows: Rows) -> str:
+    head = ["way", "state, GB", "total, GB", "beside", "GB sent", "gathers hidden", "compiled in s"]
+    by = {row["way"]: row for row in rows}
+    lines = []
+    for row in rows:
+        if "refused" in row:
+            lines.append([row["way"], "", "does not fit", "", "", "", ""])
+            continue
+        other = by.get(ways.BESIDE.get(row["way"], ""), {})
+        lines.append(
+            [
+                row["way"],
+                f"{row['arguments'] / 1e9:.2f}",
+                f"{row['total'] / 1e9:.2f}",
+                f"{row['total'] / other['total']:.2f}" if "total" in other else "",
+                f"{row['sent'] / 1e9:.1f}",
+                f"{row['hidden']:.0%}",
+                f"{row['seconds']:.0f}",
+            ]
+        )
+    return table(head, lines)
+
+
+def _plot_machine(name: str, rows: Rows) -> None:
+    mine = [row for row in rows if "total" in row][::-1]
+    figure, axes = plt.subplots(figsize=(8, 0.35 * len(mine) + 1), layout="constrained")
+    names = [f"{row['model']}: {row['way']}" for row in mine]
+    colors = [OURS if row["way"] in ways.BESIDE else NATIVE for row in mine]
+    axes.barh(names, [row["total"] / 1e9 for row in mine], color=colors)
+    axes.set_xlabel(f"GB per device, {MACHINES[name]}")
+    _save(figure, name)
+
+
+def _save(figure: Any, name: str) -> None:
+    mpl.rcParams["svg.hashsalt"] = "jaxzero"
+    figure.savefig(HERE / "measured" / f"{name}.svg", metadata={"Date": None})
+    plt.close(figure)
+
+
+def main() -> None:
+    """Writes the page."""
+    parts = [
+        "# Results",
+        "Written by `make bench`, which runs all that this machine can: the tables for GPUs and TPUs need their JAX "
+        'plug-ins (`pip install "jaxzero[cuda]"`, `"jaxzero[tpu]"`) and no accelerator. `total` is what a device must '
+        "have: arguments, temporaries and results, donated ones once.",
+    ]
+    if document := results.read("step_time"):
+        parts.append(step_time(document))
+    for name in MACHINES:
+        if document := results.read(name):
+            parts.append(machine(name, document))
+    rest = "\n".join(f"- {what}: `{command}`" for what, command in COMMANDS.items())
+    parts.append(f"## Tables that other commands print\n\n{rest}")
+    (HERE / "RESULTS.md").write_text("\n\n".join(parts) + "\n")
+    print("wrote benchmarks/RESULTS.md")
+
+
+if __name__ == "__main__":
+    main()

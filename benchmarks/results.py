@@ -1,0 +1,36 @@
+"""Where measurements are kept: one JSON file for each benchmark, with what is needed to read it."""
+
+import datetime as dt
+import json
+import os
+import pathlib
+import platform
+from typing import Any
+
+FOLDER = pathlib.Path(__file__).parent / "measured"
+
+
+def write(name: str, rows: list[dict[str, Any]], about: dict[str, Any]) -> None:
+    """Writes the rows of one benchmark, the versions, and what machine it was."""
+    import jax
+    import optax
+
+    import jaxzero
+
+    document = {
+        "date": dt.date.today().isoformat(),
+        "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
+        "versions": {"jax": jax.__version__, "optax": optax.__version__, "jaxzero": jaxzero.__version__},
+        "about": about,
+        "rows": rows,
+    }
+    FOLDER.mkdir(exist_ok=True)
+    path = FOLDER / f"{name}.json"
+    path.write_text(json.dumps(document, indent=1) + "\n")
+    print(f"wrote {path.relative_to(FOLDER.parent.parent)}")
+
+
+def read(name: str) -> dict[str, Any] | None:
+    """A written benchmark, or `None` where it was never run."""
+    path = FOLDER / f"{name}.json"
+    return json.loads(path.read_text()) if path.exists() else None

@@ -1,0 +1,101 @@
+"""Step time, compile time, memory and traffic of a small GPT on virtual CPU devices, beside native JAX.
+
+    python benchmarks/step_time.py [--worlds 2 4 8] [--optimizers adamw lamb muon] [--rounds 20]
+
+All ways of one world and optimizer run in one process, step by step in turn, from the same parameters on the same
+batch. A way's time is the least of all rounds: other programs on the machine can only add to it. Virtual devices share
+the cores of this machine, so times say what computing, copies and calls cost, not what a network does.
+Writes `benchmarks/measured/step_time.json`; worlds and optimizers that are not named keep their rows.
+"""
+
+import argparse
+import functools
+import os
+import time
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("NPROC", "32")
+import jax
+
+jax.config.update("jax_num_cpu_devices", 8)
+import numpy as np
+import optax
+import optax.contrib
+import results
+import shapes
+import ways
+from jax.sharding import Mesh
+
+import jaxzero
+
+SHAPE = dict(vocabulary=1003, width=128, layers=3, length=32, heads=4)
+BATCH = 16
+OPTIMIZERS = {"adamw": optax.adamw, "lamb": optax.lamb, "muon": optax.contrib.muon}
+
+
+def started(step: ways.Step, whole: optax.Params, tokens: jax.Array) -> list[jax.Array]:
+    """Arguments with the values that every way starts from."""
+    put = lambda x, like: jax.device_put(x, like.sharding)
+    params = jax.tree.map(put, step.shard(whole), step.params)
+    state = jax.tree.map(put, jax.jit(step.init)(params), step.state)
+    return [params, state, put(tokens, step.tokens)]
+
+
+def measured(world: int, name: str, rounds: int) -> list[dict[str, object]]:
+    """One row per way."""
+    mesh = Mesh(np.array(jax.devices()[:world]), ("data",))
+    tokens = jax.random.randint(jax.random.key(1), (BATCH, SHAPE["length"] + 1), 0, SHAPE["vocabulary"])
+    model = functools.partial(shapes.gpt, **SHAPE)
+    runs = {}
+    for way, (_, _, stacked) in ways.WAYS.items():
+        step = ways.step(way, mesh, model, OPTIMIZERS[name](1e-3), tokens.shape)
+        clock = time.perf_counter()
+        compiled = step.compile()
+        seconds = time.perf_counter() - clock
+        whole = shapes.drawn(model(stacked=stacked)[0])
+        runs[way] = [compiled, *started(step, whole, tokens), [], seconds]
+    for _ in range(rounds):
+        for run in runs.values():
+            clock = time.perf_counter()
+            run[1], run[2], _ = jax.block_until_ready(run[0](*run[1:4]))
+            run[4].append(time.perf_counter() - clock)
+    rows = []
+    for way, (compiled, _, _, _, times, seconds) in runs.items():
+        memory = jaxzero.Zero(mesh).memory(compiled)
+        sent = jaxzero.collectives(compiled, mesh).sent()
+        rows.append(
+            dict(
+                world=world,
+                optimizer=name,
+                way=way,
+                milliseconds=1e3 * min(times[1:]),
+                compile_seconds=seconds,
+                total=memory.total,
+                temporaries=memory.temporaries,
+                sent=sent,
+            )
+        )
+        print(
+            f"{world} {name:6s} {way:24s} {rows[-1]['milliseconds']:8.1f} ms  {memory.total / 1e6:7.2f} MB", flush=True
+        )
+    return rows
+
+
+def main() -> None:
+    """Measures and writes."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--worlds", type=int, nargs="+", default=[2, 4, 8])
+    parser.add_argument("--optimizers", nargs="+", default=list(OPTIMIZERS), choices=list(OPTIMIZERS))
+    parser.add_argument("--rounds", type=int, default=20)
+    given = parser.parse_args()
+    about = dict(parameters=shapes.count(shapes.gpt(**SHAPE)[0]), batch=BATCH, rounds=given.rounds, **SHAPE)
+    rows = (results.read("step_time") or {"rows": []})["rows"]
+    for name in given.optimizers:
+        for world in given.worlds:
+            others = [row for row in rows if (row["world"], row["optimizer"]) != (world, name)]
+            rows = others + measured(world, name, given.rounds)
+            results.write("step_time", rows, about)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,134 @@
+"""One training step, written in every way that is compared: native JAX as users write it today, and jaxzero."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxzero
+
+#: Name -> (what splits, `jax.checkpoint` around layers, layers stacked and scanned). Native JAX, then jaxzero.
+WAYS: dict[str, tuple[Any, bool, bool]] = {
+    "replicated": ("replicated", False, False),
+    "sharded state": ("state", False, False),
+    "FSDP": ("fsdp", False, False),
+    "FSDP + remat": ("fsdp", True, False),
+    "FSDP + remat + scan": ("fsdp", True, True),
+    "stage 1": (1, False, False),
+    "stage 2": (2, False, False),
+    "stage 3": (3, False, False),
+    "stage 3 + remat": (3, True, False),
+    "stage 3 + remat + scan": (3, True, True),
+}
+#: What each of ours is compared with: the native way that splits the same.
+BESIDE = {
+    "stage 1": "sharded state",
+    "stage 2": "sharded state",
+    "stage 3": "FSDP",
+    "stage 3 + remat": "FSDP + remat",
+    "stage 3 + remat + scan": "FSDP + remat + scan",
+}
+
+MakeModel = Callable[..., Any]
+
+
+class Step(NamedTuple):
+    """A step, to be lowered: its arguments are abstract and placed.
+
+    Attributes:
+      run: `run(params, state, tokens)` -> new parameters, new state, loss.
+      shard: Whole parameters -> as this way keeps them.
+      init: Parameters -> state.
+      params: The parameters.
+      state: The state.
+      tokens: The batch.
+    """
+
+    run: Callable[..., Any]
+    shard: Callable[[Any], Any]
+    init: Callable[[Any], Any]
+    params: Any
+    state: Any
+    tokens: Any
+
+    def compile(self) -> Any:
+        """The compiled step; parameters and state are donated."""
+        return jax.jit(self.run, donate_argnums=(0, 1)).lower(self.params, self.state, self.tokens).compile()
+
+
+def step(way: str, mesh: Mesh, model: MakeModel, inner: optax.GradientTransformation, tokens: Any) -> Step:
+    """One way to train.
+
+    Args:
+      way: A key of `WAYS`.
+      mesh: One axis, `data`.
+      model: `model(stacked=, wrap=, constrain=)` -> abstract parameters and loss.
+      inner: The optimizer.
+      tokens: Shape of the batch.
+
+    Returns:
+      The step.
+    """
+    split, remat, stacked = WAYS[way]
+    wrap = jax.checkpoint if remat else lambda f: f
+    batch = NamedSharding(mesh, P("data"))
+    tokens = jax.ShapeDtypeStruct(tokens, jnp.int32, sharding=batch)
+    if isinstance(split, int):
+        params, loss = model(stacked=stacked, wrap=wrap)
+        return _ours(split, mesh, loss, params, inner, tokens)
+    constrain = lambda x: jax.lax.with_sharding_constraint(x, batch)
+    params, loss = model(stacked=stacked, wrap=wrap, constrain=constrain)
+    return _native(split, mesh, loss, params, inner, tokens)
+
+
+def _native(kind: str, mesh: Mesh, loss: Any, params: Any, inner: Any, tokens: Any) -> Step:
+    """`jit` with shardings: arrays are cut along their first dimension that divides, a layer axis never."""
+    whole = NamedSharding(mesh, P())
+
+    def divided(path: Any, x: Any) -> NamedSharding:
+        stacked = isinstance(params["layers"], dict) and "layers" in jax.tree_util.keystr(path)
+        for i, d in enumerate(x.shape):
+            if d and d % mesh.size == 0 and not (stacked and i == 0):
+                return NamedSharding(mesh, P(*[None] * i, "data"))
+        return whole
+
+    spread = lambda tree: jax.tree_util.tree_map_with_path(divided, tree)
+    everywhere = lambda tree: jax.tree.map(lambda _: whole, tree)
+    state = jax.eval_shape(inner.init, params)
+    at = spread(params) if kind == "fsdp" else everywhere(params)
+    state_at = everywhere(state) if kind == "replicated" else spread(state)
+    pin = lambda tree, where: jax.tree.map(jax.lax.with_sharding_constraint, tree, where)
+
+    def run(params: Any, state: Any, tokens: Any) -> Any:
+        value, grads = jax.value_and_grad(loss)(params, tokens)
+        if kind == "state":
+            grads = pin(grads, spread(grads))
+        updates, state = inner.update(grads, state, params)
+        return pin(optax.apply_updates(params, updates), at), pin(state, state_at), value
+
+    return Step(run, lambda params: params, inner.init, _placed(params, at), _placed(state, state_at), tokens)
+
+
+def _ours(stage: int, mesh: Mesh, loss: Any, params: Any, inner: Any, tokens: Any) -> Step:
+    zero = jaxzero.Zero(mesh, stage=stage)
+    if stage == 3:
+        zero = zero.observe(loss, params, tokens)
+    tx = zero.optimizer(inner)
+    rest = jax.eval_shape(zero.shard, params)
+    specs = zero.specs(rest) if stage == 3 else jax.tree.map(lambda _: P(), rest)
+    rest = _placed(rest, jax.tree.map(lambda s: NamedSharding(mesh, s), specs))
+
+    def run(params: Any, state: Any, tokens: Any) -> Any:
+        value, grads = zero.value_and_grad(loss)(params, tokens)
+        return *zero.apply(tx, grads, state, params), value
+
+    return Step(run, zero.shard, tx.init, rest, tx.init(rest), tokens)
+
+
+def _placed(tree: Any, shardings: Any) -> Any:
+    put = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
+    return jax.tree.map(put, tree, shardings)
