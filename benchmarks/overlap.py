@@ -17,80 +17,16 @@ import time
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import jax
-import jax.numpy as jnp
-import numpy as np
+import machines
 import optax
-from jax.sharding import Mesh, NamedSharding
+import ways
+from jax.sharding import Mesh
 
 import jaxzero
 from jaxzero import Collective, Collectives
 
-VOCAB, WIDTH, LAYERS, LENGTH, HEADS, PER_DEVICE = 32000, 4096, 16, 512, 8, 2
 LARGE = 4 * 2**20
-
-
-def model(stacked):
-    """Abstract parameters: blocks as a list, or stacked along a leading axis."""
-    shapes = {
-        "scale": (2, WIDTH),
-        "qkv": (WIDTH, 3 * WIDTH),
-        "out": (WIDTH, WIDTH),
-        "up": (WIDTH, 4 * WIDTH),
-        "bias": (4 * WIDTH,),
-        "down": (4 * WIDTH, WIDTH),
-    }
-    array = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
-    layer = lambda *lead: {k: array(*lead, *s) for k, s in shapes.items()}
-    blocks = layer(LAYERS) if stacked else [layer() for _ in range(LAYERS)]
-    return {"words": array(VOCAB, WIDTH), "places": array(LENGTH, WIDTH), "blocks": blocks}
-
-
-def norm(x, scale):
-    return (x - x.mean(-1, keepdims=True)) * jax.lax.rsqrt(x.var(-1, keepdims=True) + 1e-5) * scale
-
-
-def block(x, p):
-    batch, length, _ = x.shape
-    q, k, v = jnp.split((norm(x, p["scale"][0]) @ p["qkv"]).reshape(batch, length, HEADS, -1), 3, -1)
-    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / np.sqrt(q.shape[-1])
-    scores = jax.nn.softmax(jnp.where(jnp.tril(jnp.ones((length, length), bool)), scores, -1e9), -1)
-    x = x + jnp.einsum("bhqk,bkhd->bqhd", scores, v).reshape(x.shape) @ p["out"]
-    return x + jax.nn.gelu(norm(x, p["scale"][1]) @ p["up"] + p["bias"]) @ p["down"]
-
-
-def loss_of(wrap):
-    """The mean next-token loss, with `wrap` around each block."""
-
-    def loss(params, tokens):
-        x = params["words"][tokens[:, :-1]] + params["places"]
-        run = wrap(block)
-        if isinstance(params["blocks"], dict):
-            x, _ = jax.lax.scan(lambda x, p: (run(x, p), None), x, params["blocks"])
-        else:
-            for p in params["blocks"]:
-                x = run(x, p)
-        logits = jax.nn.log_softmax(x @ params["words"].T)
-        return -jnp.mean(jnp.take_along_axis(logits, tokens[:, 1:, None], -1))
-
-    return loss
-
-
-def compiled(mesh, loss, params):
-    """The collectives of the scheduled program of one training step with the default options."""
-    tokens = jax.ShapeDtypeStruct((mesh.size * PER_DEVICE, LENGTH + 1), jnp.int32)
-    zero = jaxzero.Zero(mesh, stage=3).observe(loss, params, tokens)
-    tx = zero.optimizer(optax.adamw(1e-4))
-    split = jax.eval_shape(zero.shard, params)
-    state = jax.eval_shape(tx.init, split)
-    placed = lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
-    at_rest = lambda tree: jax.tree.map(placed, tree, zero.specs(tree))
-
-    def step(params, state, tokens):
-        value, grads = zero.value_and_grad(loss)(params, tokens)
-        return *zero.apply(tx, grads, state, params), value
-
-    program = jax.jit(step, donate_argnums=(0, 1)).lower(at_rest(split), at_rest(state), tokens).compile()
-    return jaxzero.collectives(program, mesh)
+ROWS = {"plain": "stage 3", "remat": "stage 3 + remat", "scan": "stage 3 + remat + scan"}
 
 
 def report(name: str, found: Collectives) -> None:
@@ -116,22 +52,20 @@ def _passes(rows: list[Collective]) -> tuple[list[Collective], list[Collective]]
     return rows[:first], rows[first:]
 
 
-def main(*rows):
+def main(*rows: str) -> None:
     """Prints the table."""
     mesh = Mesh(jaxzero.topology("h100:2x8"), ("data",))
+    model, (batch, length) = machines.MODELS["gpt"]
     print(f"jax {jax.__version__}, {mesh.size} GPUs, gathers of at least {LARGE // 2**20} MB")
     print("model  where  pass      gathers  hidden  synchronous  hidden")
-    same = lambda f: f
-    for name, wrap, stacked in (
-        ("plain", same, False),
-        ("remat", jax.checkpoint, False),
-        ("scan", jax.checkpoint, True),
-    ):
-        if not rows or name in rows:
-            start = time.time()
-            report(name, compiled(mesh, loss_of(wrap), model(stacked)))
-            print(f"{name:6s} in {time.time() - start:.0f} s", flush=True)
+    for name in rows or ROWS:
+        start = time.time()
+        step = ways.step(ROWS[name], mesh, model, optax.adamw(1e-4), (batch * mesh.size, length))
+        report(name, jaxzero.collectives(step.compile(), mesh))
+        print(f"{name:6s} in {time.time() - start:.0f} s", flush=True)
 
 
 if __name__ == "__main__":
+    if not set(sys.argv[1:]) <= ROWS.keys():
+        sys.exit(f"overlap: expected some of {', '.join(ROWS)}")
     main(*sys.argv[1:])
