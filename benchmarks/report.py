@@ -150,6 +150,29 @@ def _plot_machine(name: str, rows: Rows) -> None:
     _save(figure, name)
 
 
+# --- the command line ----------------------------------------------------------------------------
+
+
+def commands(documents: Sequence[dict[str, Any]]) -> str:
+    """What `jaxzero compile` printed."""
+    head = ["command, in `examples/`", "arguments, GB", "total, GB", "GB sent", "gathers hidden", "compiled in s"]
+    lines = []
+    for document in documents:
+        (row,) = document["rows"]
+        memory = row["memory"]
+        lines.append(
+            [
+                f"`{document['about']['command']}`",
+                f"{memory['arguments'] / 1e9:.2f}",
+                f"{memory['total'] / 1e9:.2f}",
+                f"{row['sent'] / 1e9:.1f}",
+                f"{row['hidden']:.0%}",
+                f"{row['seconds']:.0f}",
+            ]
+        )
+    return "\n\n".join(["## `jaxzero compile`", *map(origin, documents[:1]), table(head, lines)])
+
+
 def _save(figure: Any, name: str) -> None:
     mpl.rcParams["svg.hashsalt"] = "jaxzero"
     figure.savefig(HERE / "measured" / f"{name}.svg", metadata={"Date": None})
@@ -162,13 +185,17 @@ def main() -> None:
         "# Results",
         "Written by `make bench`, which runs all that this machine can: the tables for GPUs and TPUs need their JAX "
         'plug-ins (`pip install "jaxzero[cuda]"`, `"jaxzero[tpu]"`) and no accelerator. `total` is what a device must '
-        "have: arguments, temporaries and results, donated ones once.",
+        "have: arguments, temporaries and results, donated ones once. `hidden`: the share of large gathers that XLA "
+        "schedules with a matrix product between start and end. Gradients are summed in float32 by jaxzero, in their "
+        "own dtype by native JAX, which for bfloat16 sends half as much.",
     ]
     if document := results.read("step_time"):
         parts.append(step_time(document))
     for name in MACHINES:
         if document := results.read(name):
             parts.append(machine(name, document))
+    if found := [d for model in ("llama_8b", "gpt_3b") if (d := results.read(f"compile_{model}"))]:
+        parts.append(commands(found))
     rest = "\n".join(f"- {what}: `{command}`" for what, command in COMMANDS.items())
     parts.append(f"## Tables that other commands print\n\n{rest}")
     (HERE / "RESULTS.md").write_text("\n\n".join(parts) + "\n")

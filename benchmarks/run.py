@@ -21,6 +21,8 @@ ALL: list[tuple[list[str], str]] = [
     (["overlap.py"], "jax_plugins"),
     (["machines.py", "h100:2x8"], "jax_plugins"),
     (["machines.py", "v5e:4x4"], "libtpu"),
+    (["commands.py", "h100:8x8", "llama_8b"], "jax_plugins"),
+    (["commands.py", "v5e:4x4", "gpt_3b"], "libtpu"),
     (["report.py"], "matplotlib"),
 ]
 
