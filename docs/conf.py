@@ -18,9 +18,10 @@ include_patterns = [
     "CONTRIBUTING.md",
     "docs/*.md",
     "examples/README.md",
+    "benchmarks/RESULTS.md",
     "notebooks/*.ipynb",
 ]
-exclude_patterns = [".*", "jaxzero", "tests", "benchmarks", "runs", "dist", "build"]
+exclude_patterns = [".*", "jaxzero", "tests", "benchmarks/measured", "runs", "dist", "build"]
 
 nb_execution_mode = "off"  # outputs are committed; the tests execute the notebooks
 nb_merge_streams = True
