@@ -56,6 +56,10 @@ class Options:
     """With two groups: repeat the state in each (MiCS). Without: split it over both, gathered in two hops."""
     accumulate: int = 1
     """Micro-batches per step, whose gradients are added."""
+    dtype: Literal["fp32", "bf16"] = "fp32"
+    """Dtype of parameters and computation; with bf16 the optimizer keeps a float32 copy of the parameters."""
+    offload: bool = False
+    """Keep optimizer state, and at stage 3 parameters, in the host's memory while they are not used."""
     optimizer: str = "adamw"
     """Any alias of optax or optax.contrib."""
     learning_rate: float | None = None
@@ -160,7 +164,7 @@ def predict(model: GPT, params: Any, tokens: jax.Array, **options: Any) -> jax.A
 
 
 def mean_loss(scores: jax.Array, targets: jax.Array) -> jax.Array:
-    return optax.softmax_cross_entropy_with_integer_labels(scores, targets).mean()
+    return optax.softmax_cross_entropy_with_integer_labels(scores.astype(jnp.float32), targets).mean()
 
 
 def sample(model: GPT, params: Any, start: jax.Array, key: jax.Array, count: int) -> jax.Array:
@@ -207,7 +211,8 @@ def make_optimizer(options: Options) -> optax.GradientTransformation:
         jax.eval_shape(lambda p: inner.update(p, inner.init(p), p), tiny)
     except (TypeError, ValueError) as error:
         fail(f"--optimizer {name}: it needs more than the gradients ({str(error).splitlines()[0]})")
-    return optax.chain(optax.clip_by_global_norm(options.clip), inner) if options.clip else inner
+    inner = optax.chain(optax.clip_by_global_norm(options.clip), inner) if options.clip else inner
+    return inner if options.dtype == "fp32" else jaxzero.master_weights(inner)
 
 
 # ---- devices
@@ -249,21 +254,23 @@ def memory(
     whole = nbytes(abstract, lambda x: x.shape)
     whole_state = nbytes(jax.eval_shape(inner.init, abstract), lambda x: x.shape)
     here = functools.partial(nbytes, shape_here=lambda x: x.sharding.shard_shape(x.shape))
+    place = lambda what: "host" if what in zero.offload else "device"
     return {
-        "parameters": {"per_device": here(params), "unsharded": whole},
-        "gradients": {"per_device": grads_here, "unsharded": whole},
-        "optimizer state": {"per_device": here(state), "unsharded": whole_state},
+        "parameters": {"per_device": here(params), "unsharded": whole, "where": place("params")},
+        "gradients": {"per_device": grads_here, "unsharded": whole, "where": "device"},
+        "optimizer state": {"per_device": here(state), "unsharded": whole_state, "where": place("state")},
     }
 
 
 def memory_table(rows: dict[str, Any], title: str) -> rich.table.Table:
-    table = rich.table.Table("MB per device", "here", "unsharded", "part", title=title, title_justify="left")
-    for column in table.columns[1:]:
+    table = rich.table.Table("MB per device", "here", "unsharded", "part", "in", title=title, title_justify="left")
+    for column in table.columns[1:4]:
         column.justify = "right"
     total = {key: sum(row[key] for row in rows.values()) for key in ("per_device", "unsharded")}
     for name, row in {**rows, "together": total}.items():
         part = row["per_device"] / max(row["unsharded"], 1)
-        table.add_row(name, f"{row['per_device'] / 1e6:.3f}", f"{row['unsharded'] / 1e6:.3f}", f"{part:.1%}")
+        figures = f"{row['per_device'] / 1e6:.3f}", f"{row['unsharded'] / 1e6:.3f}", f"{part:.1%}"
+        table.add_row(name, *figures, row.get("where", ""))
     return table
 
 
@@ -323,6 +330,10 @@ def main(options: Options) -> None:
     init_key, dropout_key, sample_key = jax.random.split(jax.random.key(options.seed), 3)
     by_example = NamedSharding(mesh, P(mesh.axis_names))
 
+    def init(key: jax.Array) -> Any:
+        params = model.init(key, jnp.zeros((1, options.length), jnp.int32))
+        return params if options.dtype == "fp32" else jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+
     def batch_of(text: np.ndarray) -> jax.Array:
         return jax.device_put(crops(text, rng, options.batch, options.length), by_example)
 
@@ -337,9 +348,10 @@ def main(options: Options) -> None:
         if groups and options.replica
         else dict(shard_axis=mesh.axis_names)
     )
-    zero = jaxzero.Zero(mesh, stage=options.stage, **axes)
+    at_rest = () if not options.offload else ("state",) if options.stage < 3 else ("state", "params")
+    zero = jaxzero.Zero(mesh, stage=options.stage, offload=at_rest, **axes)
     tx = zero.optimizer(inner)
-    params = zero.init(model.init, init_key, jnp.zeros((1, options.length), jnp.int32))
+    params = zero.init(init, init_key)
     state = jax.jit(tx.init)(params)
     grad_fn = zero.value_and_grad(loss_fn, accumulate=options.accumulate)
 
@@ -352,7 +364,7 @@ def main(options: Options) -> None:
     # ------------------------------------------------------------------ to here
 
     _, grads = jax.eval_shape(grad_fn, params, batch_of(training), dropout_key)
-    abstract = jax.eval_shape(model.init, init_key, jnp.zeros((1, options.length), jnp.int32))
+    abstract = jax.eval_shape(init, init_key)
     figures = memory(zero, mesh, inner, abstract, params, grads, state)
     count = sum(x.size for x in jax.tree.leaves(abstract))
     shape = " x ".join(f"{n} ({axis})" for axis, n in mesh.shape.items())

@@ -36,7 +36,7 @@ def _run(fn: Callable[..., Any], setting: Setting, params: Sequence[Any], arrays
 
     def body(params: Any, arrays: Any, consts: Any) -> list[Any]:
         arrays = batches.fold(setting.arguments.arrays, arrays, setting.axes)
-        outs, _ = program.run(params, arrays, consts, setting.manual)
+        outs, _ = program.run(setting.fetched(params), arrays, consts, setting.manual)
         return _results([jnp.asarray(x) for x in outs], kinds, program, setting)
 
     if setting.manual:

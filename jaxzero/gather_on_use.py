@@ -16,6 +16,7 @@ from . import sinks as terms
 from ._compat import scan_parts
 from .flat_program import Known, Step, Var
 from .mesh import cast
+from .offload import on_host, to_device
 from .partition.bind import bind
 from .schedule import Scan, Schedule
 from .slots import Slot, Unit
@@ -129,12 +130,16 @@ class _Evaluation:
         if slot.late and all(u in self.secondary for u in slot.units):
             self.near.add(slot)
             return [self.secondary[u] for u in slot.units]
-        return [lax.convert_element_type(self.env[u.source], u.dtype) for u in slot.units]
+        shares = [(self.env[u.source], u.dtype) for u in slot.units]
+        # One on the host waits there, as it is.
+        return [x if on_host(x) else lax.convert_element_type(x, dtype) for x, dtype in shares]
 
     def _gathered(self, number: int, unit: Unit) -> Any:
         slot = self.plan.uses[number][unit]
         if slot not in self.whole:
-            done = self._gather(slot, self.tied.pop(slot, []) or self._shares(slot))
+            shares = self.tied.pop(slot, []) or self._shares(slot)
+            rows = zip(shares, slot.units, strict=True)
+            done = self._gather(slot, [lax.convert_element_type(to_device(x), u.dtype) for x, u in rows])
             if slot.large:
                 self.whole = {s: w for s, w in self.whole.items() if not s.large or s.keep}
             done = [self._type(x) for x in done]

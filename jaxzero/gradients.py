@@ -68,6 +68,7 @@ class Gradient:
 
         def body(params: Any, arrays: Any, consts: Any) -> Any:
             arrays = batches.fold(setting.arguments.arrays, arrays, setting.axes)
+            params = setting.fetched(params)
             step = self._local_step(params) if program is None else program.step(params, consts, False)
             return self._reduced(step, arrays, typed=False)
 

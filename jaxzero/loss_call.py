@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from . import batches, checks, mesh
+from . import batches, checks, mesh, offload
 from .batches import Arguments
 from .layout import is_split
 from .manual_region import open_region
@@ -86,6 +86,10 @@ class Setting:
     def dealt(self) -> list[bool]:
         """Which arrays of the batch differ between devices."""
         return [a.cut or a.key for a in self.arguments.arrays]
+
+    def fetched(self, params: Sequence[Any]) -> Sequence[Any]:
+        """Parameters on the device where they are whole; shares stay until they are gathered."""
+        return params if self.split else [offload.to_device(x) for x in params]
 
     def region(self, body: Callable[..., Any], in_specs: Any, out_specs: Any, *, told: bool = True) -> Any:
         """The one region without the type check: that in which a user's function runs.
@@ -165,8 +169,9 @@ def _parameters(call: str, params: Any, axes: Axes, options: Options, manual: bo
 
 def _placed(call: str, setting: Setting, params: Sequence[Any], arrays: Sequence[Any]) -> tuple[list[Any], list[Any]]:
     mesh_ = setting.options.mesh
-    place = lambda path, x, spec, own: mesh.place(call, mesh_, path, x, spec, own)
+    place = lambda path, x, spec, own, kind=None: mesh.place(call, mesh_, path, x, spec, own, kind)
+    kind = lambda leaf: setting.options.memory_kind("params", leaf.layout)
     rows = zip(setting.leaves.leaves, params, setting.param_specs, strict=True)
-    params = [place(leaf.path, x, spec, setting.axes.every) for leaf, x, spec in rows]
+    params = [place(leaf.path, x, spec, setting.axes.every, kind(leaf)) for leaf, x, spec in rows]
     arrays = [place((), x, spec, mesh_.axis_names) for x, spec in zip(arrays, setting.batch_specs, strict=True)]
     return params, arrays

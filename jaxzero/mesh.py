@@ -201,12 +201,18 @@ def is_traced(tree: Any) -> bool:
     return any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(tree))
 
 
-def abstract(mesh: Any, shapes: Sequence[tuple[Any, Any]], specs: Any) -> list[jax.ShapeDtypeStruct]:
+Kinds = Sequence[str | None] | None
+
+
+def abstract(
+    mesh: Any, shapes: Sequence[tuple[Any, Any]], specs: Any, kinds: Kinds = None
+) -> list[jax.ShapeDtypeStruct]:
     """Abstract arrays of the given shapes and dtypes, each placed by its spec (or all by one)."""
     specs = [specs] * len(shapes) if isinstance(specs, PartitionSpec) else specs
+    kinds = [None] * len(shapes) if kinds is None else kinds
     return [
-        jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
-        for (shape, dtype), spec in zip(shapes, specs, strict=True)
+        jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec, memory_kind=kind))
+        for (shape, dtype), spec, kind in zip(shapes, specs, kinds, strict=True)
     ]
 
 
@@ -229,15 +235,27 @@ def put(x: Any, target: Any) -> jax.Array:
     return jax.make_array_from_callback(host.shape, target, lambda index: host[index])
 
 
-def place_all(call: str, mesh: Any, paths: Sequence[Any] | None, arrays: Any, specs: Any, axes: Axes) -> list[Any]:
-    """A flat list of arrays, each placed by its spec (or all by one)."""
+def place_all(
+    call: str,
+    mesh: Any,
+    paths: Sequence[Any] | None,
+    arrays: Any,
+    specs: Any,
+    axes: Axes,
+    kinds: Kinds = None,
+) -> list[Any]:
+    """A flat list of arrays, each placed by its spec (or all by one) and in its memory kind."""
     paths = [()] * len(arrays) if paths is None else paths
     specs = [specs] * len(arrays) if isinstance(specs, PartitionSpec) else specs
-    return [place(call, mesh, path, x, spec, axes.every) for path, x, spec in zip(paths, arrays, specs, strict=True)]
+    kinds = [None] * len(arrays) if kinds is None else kinds
+    rows = zip(paths, arrays, specs, kinds, strict=True)
+    return [place(call, mesh, path, x, spec, axes.every, kind) for path, x, spec, kind in rows]
 
 
-def place(call: str, mesh: Any, path: Any, x: Any, spec: PartitionSpec, own: Sequence[str]) -> Any:
-    """`x` placed as `spec` on the mesh; refuses a leaf that axes other than `own` and those of `spec` shard.
+def place(
+    call: str, mesh: Any, path: Any, x: Any, spec: PartitionSpec, own: Sequence[str], kind: str | None = None
+) -> Any:
+    """`x` placed as `spec` on the mesh, in memory `kind`; refuses a leaf that axes beside `own` and `spec` shard.
 
     Concrete arrays are moved. Traced ones are resharded where the mesh is Explicit; where it is Auto
     the compiler does it.
@@ -253,7 +271,7 @@ def place(call: str, mesh: Any, path: Any, x: Any, spec: PartitionSpec, own: Seq
                 "params)), a tree of PartitionSpecs over the other axes, keeps it so; or jax.device_put it with "
                 "PartitionSpec() first."
             )
-    target = NamedSharding(mesh, spec)
+    target = NamedSharding(mesh, spec, memory_kind=kind)
     if not isinstance(x, jax.core.Tracer):
         return put(x, target)
     if AxisType.Explicit in mesh.axis_types and (sharding is None or sharding.spec != spec):

@@ -1,12 +1,14 @@
 """Any Optax optimizer on shares: reduce the gradients, evaluate the inner update, gather its result."""
 
 import dataclasses
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 from jax.sharding import PartitionSpec
 
-from . import entry
+from . import entry, offload
 from .layout import Layout
 from .mesh import Axes
 from .options import Options
@@ -42,16 +44,27 @@ class Init(Kept):
         return _given(self.params, self.split_params, self.axes), _WHOLE
 
     @property
+    def in_kinds(self) -> Any:
+        """Memory kinds of the arrays that go in, where they are not the device's."""
+        return _kinds(self.options, "params", self.params), None
+
+    @property
     def out_specs(self) -> Any:
         """Specs of the state."""
         return [leaf.spec(self.axes.shard) for leaf in self.state]
 
+    @property
+    def out_kinds(self) -> list[str | None]:
+        """Memory kinds of the state."""
+        return _kinds(self.options, "state", self.state)
+
     def __call__(self, params: Any, consts: Any) -> Any:
         """Runs inside a manual region: evaluate the inner init on shares."""
         ctx = Context(self.axes, self.options.bucket_bytes, None)
-        values = entry.parameters(ctx, params, self.params, self.split_params)
+        values = entry.parameters(ctx, list(map(offload.to_device, params)), self.params, self.split_params)
         out = run(ctx, self.program.jaxpr, consts, values)
-        return entry.at_rest(ctx, ctx.settle(out, [leaf.layout for leaf in self.state]))
+        rest = entry.at_rest(ctx, ctx.settle(out, [leaf.layout for leaf in self.state]))
+        return _kept(rest, self.out_kinds)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,6 +95,12 @@ class Update(Kept):
         )
 
     @property
+    def in_kinds(self) -> Any:
+        """Memory kinds of the arrays that go in, where they are not the device's."""
+        state, params = (_kinds(self.options, *x) for x in (("state", self.traced.state), ("params", self.params)))
+        return None, state, params, None, None
+
+    @property
     def out_specs(self) -> Any:
         """Specs of the updates (or new parameters) and of the new state."""
         return (
@@ -93,6 +112,8 @@ class Update(Kept):
         """Runs inside a manual region: reduce, evaluate the inner update on shares, gather."""
         ctx = Context(self.axes, self.options.bucket_bytes, record)
         mean = entry.gradients(ctx, self.options, grads, self.grads, self.split_grads, self.local)
+        if self.options.offload:
+            return self._by_bucket(ctx, mean, state, params, extra, consts)
         inputs = self.traced.inputs(
             mean,
             entry.state(ctx, state, self.traced.state),
@@ -105,12 +126,61 @@ class Update(Kept):
         new = ctx.settle(new, [self.rest(leaf) for leaf in self.traced.moving], record=False)
         return entry.at_rest(ctx, new), entry.at_rest(ctx, new_state)
 
+    def _by_bucket(self, ctx: Context, mean: Any, state: Any, params: Any, extra: Any, consts: Any) -> Any:
+        """The same where state or parameters rest on the host: fetched, updated and sent back bucket by bucket."""
+        traced = self.traced
+        _, state_kinds, param_kinds, *_ = self.in_kinds
+        one = lambda load, leaf, *more: lambda x: load(ctx, [x], [leaf], *([m] for m in more))[0]
+        held = lambda x, kind, load: offload.Held(x, load) if kind else load(x)
+        state = [held(x, k, one(entry.state, e)) for x, e, k in zip(state, traced.state, state_kinds, strict=True)]
+        rows = zip(params, self.params, self.split_params, param_kinds, strict=True)
+        params = [held(x, k, one(entry.parameters, leaf, share)) for x, leaf, share, k in rows]
+        layouts = [*map(self.rest, traced.new.leaves), *(e.layout for e in traced.new_state)]
+        what = "params" if traced.adds else "update"
+        kinds = _kinds(self.options, what, traced.new.leaves) + _kinds(self.options, "state", traced.new_state)
+
+        def store(positions: list[int], values: list[Any]) -> list[Any]:
+            rest = entry.at_rest(ctx, ctx.settle(values, [layouts[i] for i in positions]))
+            return _kept(rest, [kinds[i] for i in positions])
+
+        inputs = traced.inputs(mean, state, params, extra)
+        out = offload.evaluate(ctx, traced.program.jaxpr, consts, inputs, self._buckets(), store)
+        return traced.results([out.get(i) for i in range(len(layouts))])
+
+    def _buckets(self) -> list[offload.Bucket]:
+        """The state of each parameter with the parameter, in tree order; small ones together."""
+        traced = self.traced
+        groups: dict[Any, tuple[offload.Bucket, list[int]]] = {}
+        first_state, first_param = traced.grads, traced.grads + len(traced.state)
+        rows: list[tuple[Any, Any, int | None, int | None]]
+        rows = [(leaf.path, leaf, first_param + i, None) for i, leaf in enumerate(self.params)]
+        rows += [(leaf.path, leaf, None, i) for i, leaf in enumerate(traced.new.leaves) if leaf.trainable]
+        rows += [(leaf.owner, leaf, first_state + i, None) for i, leaf in enumerate(traced.state)]
+        count = len(traced.new.leaves)
+        rows += [(x.owner, x, None, count + i) for i, x in enumerate(traced.new_state) if not x.frozen]
+        for path, leaf, taken, given in rows:
+            bucket, sizes = groups.setdefault(path, (offload.Bucket([], []), []))
+            if taken is not None and leaf.layout is not None:
+                bucket.inputs.append(taken)
+                sizes.append(math.prod(leaf.layout.local_shape) * np.dtype(leaf.dtype).itemsize)
+            if given is not None:
+                bucket.results.append(given)
+        return offload.join(((bucket, sum(sizes)) for bucket, sizes in groups.values()), self.options.bucket_bytes)
+
     def rest(self, leaf: Leaf) -> Layout | None:
         """The layout of updates and parameters between steps: whole at stages 1 and 2."""
         return None if self.options.stage < 3 else leaf.layout
 
 
 _WHOLE = PartitionSpec()
+
+
+def _kinds(options: Options, what: str, leaves: Sequence[Leaf] | Sequence[StateLeaf]) -> list[str | None]:
+    return [options.memory_kind(what, leaf.layout) for leaf in leaves]
+
+
+def _kept(arrays: Sequence[Any], kinds: Sequence[str | None]) -> list[Any]:
+    return [offload.to_host(x) if kind else x for x, kind in zip(arrays, kinds, strict=True)]
 
 
 def _given(leaves: tuple[Leaf, ...], shares: tuple[bool, ...], axes: Axes) -> list[PartitionSpec]:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
 from . import mesh as meshes
-from . import param_specs
+from . import offload, param_specs
 from .layout import Beside
 from .mesh import AxisNames
 from .state import Leaves, leaves_of
@@ -46,6 +46,7 @@ class Options:
     chunk_bytes: int | None = CHUNK_BYTES
     regather: str | None = None
     unused: str = "zero"
+    offload: tuple[str, ...] = ()
     observed: Any = None
 
     def __new__(cls, *args: Any, **options: Any) -> "Options":
@@ -94,6 +95,7 @@ class Options:
                 f"Zero: stacked={self.stacked!r}. Expected a predicate on key paths or None. Fix: "
                 "stacked=lambda path: 'layers' in jax.tree_util.keystr(path)."
             )
+        self._check_offload()
         meshes.check_axes(self.mesh, self.shard_axis, self.replica_axis)
         object.__setattr__(self, "param_specs", param_specs.normal(self.param_specs))
         if self.mesh is not None:
@@ -113,6 +115,12 @@ class Options:
     def context(self, call: str) -> tuple[meshes.Axes, bool]:
         """The axes with their sizes, and whether the call stands inside a user's `shard_map`."""
         manual = meshes.in_manual_region(call, self.shard_axes, self.replica_axes)
+        if manual and self.offload:
+            raise ValueError(
+                f"{call}: offload={self.offload!r} inside a shard_map. Found a call in a manual region, where arrays "
+                "are moved by you; expected the global view. Fix: call it outside, or drop offload and move the state "
+                "with jax.device_put(x, jax.memory.Space.Device) and .Host yourself."
+            )
         if manual:
             meshes.check_hops(jax.sharding.get_abstract_mesh(), self.shard_axes, self.hierarchical)
         axes = meshes.resolve(call, self.mesh, self.shard_axes, self.replica_axes, manual)
@@ -130,6 +138,26 @@ class Options:
         sizes = here.shape if self.mesh is None else self.mesh.shape
         own = self.replica_axes + self.shard_axes
         return param_specs.beside(self.param_specs, path, leaf, sizes, own, {*here.manual_axes, *here.explicit_axes})
+
+    def memory_kind(self, what: str, layout: Any) -> str | None:
+        """The memory kind at rest of a leaf of the state or the parameters; small whole ones stay on the device."""
+        return offload.KIND if what in self.offload and layout is not None else None
+
+    def _check_offload(self) -> None:
+        given: Any = self.offload
+        found = () if isinstance(given, str) else tuple(given or ())
+        if isinstance(given, str) or any(x not in OFFLOAD for x in found):
+            raise ValueError(
+                f"Zero: offload={given!r}. Expected a tuple of names among {OFFLOAD}: what rests in the host's "
+                "memory. Fix: offload=('state',)."
+            )
+        object.__setattr__(self, "offload", found)
+        kinds = offload.lacking(self.mesh) if found else ()
+        if kinds:
+            raise ValueError(
+                f"Zero: offload={found!r}, but the devices of the mesh cannot reach the host's memory. Found memory "
+                f"kinds {sorted(kinds)}; expected {offload.KIND!r} among them. Fix: drop offload on this backend."
+            )
 
     def _check_regather(self) -> None:
         if self.regather not in (None, "local"):
@@ -164,6 +192,7 @@ class Options:
 
 
 STAGES = (1, 2, 3)
+OFFLOAD = ("state", "params")
 UNUSED = ("zero", "skip", "error")
 
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from . import checks, entry, exchange, mesh, partition, processes
+from . import checks, entry, exchange, mesh, offload, partition, processes
 from .layout import Beside, EvenSplit, Layout, even_split, is_split, partition_spec
 from .manual_region import only, open_region
 from .mesh import Axes, path_text
@@ -31,7 +31,8 @@ def born(options: Options, init_fn: Callable[..., Any], *args: Any) -> Any:
     if options.stage < 3:
         if mesh.is_traced(args):
             return shard(options, init_fn(*args), "init")
-        return _born_whole(options, init_fn, args)
+        params = _born_whole(options, init_fn, args)
+        return shard(options, params, "init") if options.offload else params
     axes, _ = options.context("init")
     arrays, tree = jax.tree.flatten(args)
     avals = [jax.ShapeDtypeStruct(*shape_dtype(x)) for x in arrays]
@@ -39,11 +40,13 @@ def born(options: Options, init_fn: Callable[..., Any], *args: Any) -> Any:
     checks.parameters("init", options, program.out)
     leaves = options.leaves(program.out, axes.n)
     layouts = [leaf.layout for leaf in leaves.leaves]
+    kinds = [options.memory_kind("params", layout) for layout in layouts]
 
     def body(arrays: Any, consts: Any) -> list[Any]:
         born = draws.Born(layout for layout in layouts if layout is not None)
         ctx = partition.Context(axes, options.bucket_bytes, None, born=born)
-        return entry.at_rest(ctx, ctx.settle(partition.run(ctx, program.jaxpr, consts, arrays), layouts))
+        rest = entry.at_rest(ctx, ctx.settle(partition.run(ctx, program.jaxpr, consts, arrays), layouts))
+        return [offload.to_host(x) if kind else x for x, kind in zip(rest, kinds, strict=True)]
 
     specs_ = [leaf.spec(axes.shard) for leaf in leaves.leaves]
     run = open_region(options.mesh, axes, body, (P(), P()), specs_)
@@ -77,12 +80,14 @@ def shard(options: Options, params: Any, call: str = "shard") -> Any:
                     f"{call}: leaf {path_text(leaf.path)!r} is an EvenSplit, but at stage {options.stage} "
                     "parameters are whole. Expected a plain array. Fix: zero.gather it first."
                 )
-            out.append(_put(call, options, leaf.path, x, leaf.spec(None), options.mesh.axis_names))
+            kind = options.memory_kind("params", leaf.layout)
+            out.append(_put(call, options, leaf.path, x, leaf.spec(None), options.mesh.axis_names, kind))
             continue
         if is_split(x):
             _layout(call, options, leaf.path, x, axes, leaf.beside)
         stored = _stored(call, options, leaf.path, x, leaf.layout)
-        stored = _put(call, options, leaf.path, stored, leaf.layout.spec(axes.shard), axes.every)
+        kind = options.memory_kind("params", leaf.layout)
+        stored = _put(call, options, leaf.path, stored, leaf.layout.spec(axes.shard), axes.every, kind)
         out.append(wear(stored, leaf.layout))
     return leaves.unflatten(out)
 
@@ -96,12 +101,14 @@ def _stored(call: str, options: Options, path: Any, x: Any, layout: Layout) -> A
     return exchange.stored(jnp.asarray(x), layout)
 
 
-def _put(call: str, options: Options, path: Any, x: Any, spec: P, own: Any) -> Any:
+def _put(call: str, options: Options, path: Any, x: Any, spec: P, own: Any, kind: str | None = None) -> Any:
     """`mesh.place`, and for a traced array on an Auto mesh a constraint: here the placement is the point."""
-    x = mesh.place(call, options.mesh, path, x, spec, own)
-    if isinstance(x, jax.core.Tracer) and AxisType.Explicit not in options.mesh.axis_types:
+    if not isinstance(x, jax.core.Tracer):
+        return mesh.place(call, options.mesh, path, x, spec, own, kind)
+    x = mesh.place(call, options.mesh, path, offload.to_device(x), spec, own)
+    if AxisType.Explicit not in options.mesh.axis_types:
         x = jax.lax.with_sharding_constraint(x, NamedSharding(options.mesh, spec))
-    return x
+    return offload.to_host(x) if kind else x
 
 
 def gather(options: Options, tree: Any) -> Any:
@@ -116,7 +123,8 @@ def gather(options: Options, tree: Any) -> Any:
             out.append(_put("gather", options, leaf.path, x, leaf.spec(None), axes.every))
             continue
         layout = _layout("gather", options, leaf.path, x, axes, leaf.beside)
-        value = mesh.place("gather", options.mesh, leaf.path, x.value, layout.spec(axes.shard), axes.every)
+        value = offload.to_device(x.value) if isinstance(x.value, jax.core.Tracer) else x.value
+        value = mesh.place("gather", options.mesh, leaf.path, value, layout.spec(axes.shard), axes.every)
         out.append(_gather_one(options.mesh, axes, layout)(value))
     return leaves.unflatten(out)
 

@@ -112,6 +112,7 @@ class UpdateProgram:
       state: The leaves of the state that goes in.
       new: The leaves of the updates or new parameters that come out, and their structure.
       new_state: The leaves of the state that comes out, and its structure.
+      adds: Whether `new` holds parameters rather than updates.
     """
 
     program: Program
@@ -120,6 +121,7 @@ class UpdateProgram:
     new: Leaves
     new_state: list[StateLeaf]
     new_state_tree: Any
+    adds: bool
 
     @property
     def moving(self) -> list[Leaf]:
@@ -187,6 +189,7 @@ def trace_update(
         _belonging(new, like),
         state_leaves(new_state, like.leaves, axes.n),
         jax.tree.structure(new_state),
+        add,
     )
 
 

@@ -171,6 +171,7 @@ class StateLeaf:
       layout: How it is cut; `None`: it is whole.
       frozen: Whether it belongs to a parameter that passes through: it never changes.
       beside: The other mesh axes that shard the parameter that it belongs to.
+      owner: The key path of the parameter that it belongs to, or its own.
     """
 
     path: Path
@@ -179,6 +180,7 @@ class StateLeaf:
     layout: Layout | None
     frozen: bool
     beside: Beside = ()
+    owner: Path = ()
 
     @property
     def stored_shape(self) -> Shape:
@@ -201,7 +203,8 @@ def state_leaves(state: Any, params: Sequence[Leaf], n: int) -> list[StateLeaf]:
         elif jnp.issubdtype(x.dtype, jnp.inexact):
             layout = default_split(x.shape, n)
         frozen = leaf is not None and not leaf.trainable
-        out.append(StateLeaf(path, x.shape, x.dtype, layout, frozen, leaf.beside if leaf else ()))
+        mine = (path, ()) if leaf is None else (leaf.path, leaf.beside)
+        out.append(StateLeaf(path, x.shape, x.dtype, layout, frozen, mine[1], mine[0]))
     return out
 
 

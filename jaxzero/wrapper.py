@@ -200,8 +200,8 @@ class Calls:
 
         def call_(*arrays: Any) -> Any:
             placed = [
-                mesh.place_all(call, options.mesh, path, xs, spec, axes)
-                for path, xs, spec in zip(paths, arrays, body.in_specs, strict=True)
+                mesh.place_all(call, options.mesh, path, xs, spec, axes, kinds)
+                for path, xs, spec, kinds in zip(paths, arrays, body.in_specs, body.in_kinds, strict=True)
             ]
             if mesh.is_traced(placed):
                 return run(*placed)
@@ -211,7 +211,7 @@ class Calls:
 
     def _abstract_state(self, body: Init) -> list[jax.ShapeDtypeStruct]:
         shapes = [(leaf.stored_shape, leaf.dtype) for leaf in body.state]
-        return mesh.abstract(self.options.mesh, shapes, body.out_specs)
+        return mesh.abstract(self.options.mesh, shapes, body.out_specs, body.out_kinds)
 
 
 def _traced(make: Callable[[], Any]) -> Any:

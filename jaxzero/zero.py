@@ -58,6 +58,9 @@ class Zero(ReportMethods):
       unused: What becomes of parameters that the observed loss does not use: ``"zero"`` gives them a zero
         gradient, as JAX does (decay and momentum go on); ``"skip"`` leaves them and their state untouched;
         ``"error"`` makes `observe` refuse them by name.
+      offload: What rests in the host's memory (`pinned_host`) between uses: ``("state",)``, ``("state", "params")``
+        or ``()``. `apply` fetches state bucket by bucket and sends it back; at stage 3 each share of a parameter is
+        fetched before its gather. Numbers do not change. Scalars and small whole arrays stay on the device.
       observed: What `observe` found.
 
     Raises:
