@@ -167,7 +167,7 @@ def restore(
     if inner is not None:
         names = {name for name in told["leaves"] if name.split("/")[0] == entries.STATE}
         state = entries.wanted_state(inner, params, axes, names)
-        leaves = leaves + entries.of_state(state_leaves(state, params.leaves, axes.n))
+        leaves = leaves + entries.of_state(zero, state_leaves(state, params.leaves, axes.n))
     entries.check_names("restore", leaves)
     manifest.check_leaves(path, told, leaves, params_only=inner is None, partial=partial)
     arrays = storage.read(path, zero, [e for e in leaves if e.name in told["leaves"]], axes)

@@ -1,7 +1,7 @@
 """The leaves of a checkpoint: names and logical shapes of parameters and optimizer state."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -12,7 +12,7 @@ from . import checks, programs
 from .layout import Layout, Shape, is_split
 from .mesh import Axes, path_text
 from .options import Options
-from .state import Leaves, Path, StateLeaf, bare, is_key, leaves_of, shape_dtype, state_leaves
+from .state import Leaf, Leaves, StateLeaf, bare, is_key, leaves_of, shape_dtype, state_leaves
 from .wrapper import ShardedOptimizer
 
 PARAMS, STATE = "params", "opt_state"
@@ -27,12 +27,14 @@ class Entry:
       shape: Its logical shape.
       dtype: Its dtype.
       layout: How it is cut at rest here; `None`: it is whole.
+      memory_kind: In which memory it is at rest here; `None`: the device's.
     """
 
     name: str
     shape: Shape
     dtype: Any
     layout: Layout | None
+    memory_kind: str | None = None
 
     @property
     def flat(self) -> bool:
@@ -58,16 +60,22 @@ class Entry:
 def of_params(zero: Options | None, leaves: Leaves) -> list[Entry]:
     """The entries of parameters between steps: whole at stages 1 and 2."""
     split = zero is not None and zero.stage == 3
-    return [_entry(PARAMS, x.path, x.shape, x.dtype, x.layout if split else None) for x in leaves.leaves]
+    kind = _kind(zero, "params")
+    return [_entry(PARAMS, x, x.layout if split else None, kind(x)) for x in leaves.leaves]
 
 
-def of_state(state: Sequence[StateLeaf]) -> list[Entry]:
+def of_state(zero: Options | None, state: Sequence[StateLeaf]) -> list[Entry]:
     """The entries of optimizer state."""
-    return [_entry(STATE, x.path, x.shape, x.dtype, x.layout) for x in state]
+    kind = _kind(zero, "state")
+    return [_entry(STATE, x, x.layout, kind(x)) for x in state]
 
 
-def _entry(tree: str, path: Path, shape: Shape, dtype: Any, layout: Layout | None) -> Entry:
-    return Entry(tree + ("/" + path_text(path) if path else ""), tuple(shape), dtype, layout)
+def _entry(tree: str, leaf: Leaf | StateLeaf, layout: Layout | None, kind: str | None) -> Entry:
+    return Entry(tree + ("/" + path_text(leaf.path) if leaf.path else ""), tuple(leaf.shape), leaf.dtype, layout, kind)
+
+
+def _kind(zero: Options | None, what: str) -> Callable[[Leaf | StateLeaf], str | None]:
+    return lambda leaf: None if zero is None else zero.memory_kind(what, leaf.layout)
 
 
 def check_names(call: str, entries: Sequence[Entry]) -> None:
@@ -105,7 +113,7 @@ def saved(zero: Options | None, axes: Axes, params: Any, opt_state: Any, inner: 
     stored = jax.tree.leaves(opt_state)
     for s, x in zip(state, stored, strict=True):
         checks.stored_shape("save", "state", s.path, np.shape(x), s.stored_shape, axes.n)
-    entries += of_state(state)
+    entries += of_state(zero, state)
     check_names("save", entries)
     return entries, [bare(x) for x in [*arrays, *stored]]
 
@@ -146,5 +154,5 @@ def _by_params(opt_state: Any, leaves: Leaves, axes: Axes) -> list[StateLeaf]:
 def wanted_state(inner: Any, params: Leaves, axes: Axes, names: set[str]) -> Any:
     """Abstract state at logical shapes, as it was when leaves of these names were saved: it may have grown."""
     checks.inner_optimizer(inner, ShardedOptimizer)
-    named = lambda state: {e.name for e in of_state(state_leaves(state, params.leaves, axes.n))}
+    named = lambda state: {e.name for e in of_state(None, state_leaves(state, params.leaves, axes.n))}
     return programs.state_that(inner, params, axes, lambda state: named(state) == names)

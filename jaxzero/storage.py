@@ -257,7 +257,8 @@ def _sharding(zero: Options | None, e: Entry, axes: Axes) -> Any:
     if zero is None:
         return SingleDeviceSharding(jax.local_devices()[0])
     cut = e.layout is not None and axes.n > 1  # over one device JAX writes results without the axis
-    return NamedSharding(zero.mesh, e.layout.spec(axes.shard) if cut and e.layout else PartitionSpec())
+    spec = e.layout.spec(axes.shard) if cut and e.layout else PartitionSpec()
+    return NamedSharding(zero.mesh, spec, memory_kind=e.memory_kind)
 
 
 def _implementation(dtype: Any) -> Any:

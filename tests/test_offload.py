@@ -136,6 +136,24 @@ def kinds_of(tree):
     return {x.sharding.memory_kind for x in jax.tree.leaves(tree)}
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_jz_086_the_memory_holds_across_a_checkpoint(tmp_path, stage):
+    """Saved from the host, read to the host; and to the device, by a `Zero` that keeps it there."""
+    params, inner = {"rows": jnp.arange(64.0).reshape(16, 4), "odd": jnp.arange(13.0)}, optax.adam(1e-2)
+    zero = jaxzero.Zero(helpers.make_mesh(8), stage=stage, offload=BOTH)
+    tx = zero.optimizer(inner)
+    split = zero.shard(params)
+    split, state = zero.apply(tx, split, tx.init(split), split)
+    jaxzero.save(tmp_path, 1, zero, split, state, inner).wait()
+    for rest in (BOTH, ("state",), ()):
+        here = jaxzero.Zero(helpers.make_mesh(8), stage=stage, offload=rest)
+        back = jaxzero.restore(tmp_path, here, params, inner)
+        assert_bitwise((back.params, back.opt_state), (split, state))
+        assert kinds_of(back.params) == {"pinned_host" if "params" in rest else "device"}
+        assert kinds_of(back.opt_state[0].mu) == {"pinned_host" if "state" in rest else "device"}
+        assert back.opt_state[0].count.sharding.memory_kind == "device"
+
+
 # --- what travels when ---------------------------------------------------------------------------
 
 
