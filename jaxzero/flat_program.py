@@ -168,6 +168,39 @@ def _needed(flat: Flat) -> Flat:
     return Flat(flat.inputs, kept[::-1], flat.outs)
 
 
+def inlined(jaxpr: Any, consts: Sequence[Any]) -> tuple[list[Any], list[Any], dict[Var, Any]]:
+    """A program whose inner calls are written out: a jitted function of a tree would tie all of its leaves together.
+
+    Args:
+      jaxpr: An open program.
+      consts: Its constants.
+
+    Returns:
+      Its equations and its results, over the program's own inputs and new variables; constants by variable.
+    """
+    eqns: list[Any] = []
+    known: dict[Var, Any] = {}
+
+    def write(program: Any, constants: Sequence[Any], env: dict[Any, Any]) -> list[Any]:
+        held = [Var(v.aval) for v in program.constvars]
+        known.update(zip(held, constants, strict=True))
+        env.update(zip(program.constvars, held, strict=True))
+        read = lambda atom: atom if isinstance(atom, Literal) else env[atom]
+        for eqn in program.eqns:
+            ins, name = [read(v) for v in eqn.invars], eqn.primitive.name
+            if name in CALLS and name not in _REMAT:
+                inner, more = open_program(eqn.params[CALLS[name]])
+                outs = write(inner, more, dict(zip(inner.invars, ins, strict=True)))
+            else:
+                outs = [Var(v.aval) for v in eqn.outvars]
+                eqns.append(eqn.replace(invars=ins, outvars=outs))
+            env.update(zip(eqn.outvars, outs, strict=True))
+        return [read(v) for v in program.outvars]
+
+    outs = write(jaxpr, consts, {v: v for v in jaxpr.invars})
+    return eqns, outs, known
+
+
 def check_effects(jaxpr: Any, call: str) -> None:
     """Refuses what needs an order between devices, or answers from the host."""
     for eqn in jaxpr.eqns:

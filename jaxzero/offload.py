@@ -15,6 +15,7 @@ from jax import lax
 
 from . import partition
 from ._compat import Literal
+from .flat_program import inlined
 from .groups import Jaxpr
 from .partition import Context
 
@@ -104,7 +105,7 @@ def join(groups: Iterable[tuple[Bucket, int]], bucket_bytes: int | None) -> list
 def stages(jaxpr: Any, held: Sequence[int], buckets: Sequence[Bucket]) -> list[Stage]:
     """Cuts a program: after each bucket's stage stand the results that need no later bucket's inputs.
 
-    What depends on all of them (a norm of all updates) is computed by the last stage.
+    Its calls must be written out (`flat`). What depends on all buckets, such as a norm of all updates, comes last.
     """
     needs = _needs(jaxpr, held)
     bit = {position: 1 << i for i, position in enumerate(held)}
@@ -159,7 +160,7 @@ def evaluate(
       The arrays at rest, by position.
     """
     held = [i for i, x in enumerate(inputs) if isinstance(x, Held)]
-    env = dict(zip(jaxpr.constvars, consts, strict=True))
+    jaxpr, env = flat(jaxpr, consts)
     env |= {v: x for v, x in zip(jaxpr.invars, inputs, strict=True) if not isinstance(x, Held)}
     out: dict[int, Any] = {}
     done: list[list[Any]] = []
@@ -176,6 +177,12 @@ def evaluate(
         if stage.results:
             done.append([x for x in stored if on_host(x)])
     return out
+
+
+def flat(jaxpr: Any, consts: Sequence[Any]) -> tuple[Jaxpr, dict[Any, Any]]:
+    """The program without inner calls, and its constants by variable."""
+    eqns, outs, known = inlined(jaxpr, consts)
+    return Jaxpr(list(known), jaxpr.invars, outs, eqns), dict(known)
 
 
 def _read(env: dict[Any, Any], atom: Any) -> Any:

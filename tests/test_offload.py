@@ -168,6 +168,7 @@ def cut(inner, bucket_bytes):
     program = body.traced.program.jaxpr
     held = range(body.traced.grads, body.traced.grads + len(body.traced.state))
     held = [i for i in held if program.invars[i].aval.shape]
+    program, _ = offload.flat(program, body.traced.program.consts)
     return offload.stages(program, held, body._buckets())
 
 
