@@ -53,8 +53,8 @@ class Options:
     """Seconds to wait for the other processes."""
 
 
-def start(options: Options) -> int:
-    """Start all processes and wait for them; if one fails, end the others."""
+def start(options: Any) -> int:
+    """Start all processes of the program that is running, and wait for them; if one fails, end the others."""
     coordinator = options.coordinator or f"localhost:{free_port()}"
     same = [sys.executable, *sys.argv, "--coordinator", coordinator]
     running = [subprocess.Popen([*same, "--process", str(i)]) for i in range(options.processes)]
@@ -78,7 +78,7 @@ def free_port() -> int:
         return int(s.getsockname()[1])
 
 
-def join(options: Options) -> None:
+def join(options: Any) -> None:
     """Make this process one of many. On SLURM and TPU pods `jax.distributed.initialize()` finds all of this itself."""
     jax.config.update("jax_num_cpu_devices", options.devices)
     watch = threading.Timer(options.timeout, give_up, [options])  # JAX would abort with a stack trace
@@ -89,7 +89,7 @@ def join(options: Options) -> None:
     watch.cancel()
 
 
-def give_up(options: Options) -> None:
+def give_up(options: Any) -> None:
     print(
         f"multi_process: process {options.process} waited {options.timeout} s for {options.processes} processes to "
         f"meet at {options.coordinator}. Is each running, and does it reach that address?",

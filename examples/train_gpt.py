@@ -27,6 +27,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import matplotlib as mpl
+import multi_process
 import numpy as np
 import optax
 import optax.contrib
@@ -78,10 +79,30 @@ class Options:
     """Transformer blocks."""
     seed: int = 0
     """Seed of parameters, batches, dropout and sample."""
+    checkpoint_dir: pathlib.Path | None = None
+    """Folder for ten checkpoints of the run."""
+    resume: bool = False
+    """Go on from the latest checkpoint there, on whatever mesh, stage and number of processes."""
+    processes: int = 1
+    """CPU processes, which share the eight devices."""
+    process: int | None = None
+    """Which of them this is. Default: the one that starts them."""
+    coordinator: str = ""
+    """Where they meet. Default: a free port of this machine."""
     data: pathlib.Path | None = None
     """A file to learn. Default: the standard library's source text."""
     out: pathlib.Path = pathlib.Path("runs/train_gpt")
     """Folder for loss.png, metrics.json and sample.txt."""
+
+    @property
+    def devices(self) -> int:
+        """Virtual devices of each process."""
+        return 8 // self.processes
+
+    @property
+    def timeout(self) -> int:
+        """Seconds that processes wait for each other."""
+        return 60
 
 
 def fail(message: str, status: int = 2) -> NoReturn:
@@ -114,9 +135,9 @@ def unigram_entropy(tokens: np.ndarray) -> float:
     return float(-np.sum(share * np.log(share)))
 
 
-def crops(tokens: np.ndarray, rng: np.random.Generator, batch: int, length: int) -> np.ndarray:
-    """Random pieces of `length + 1` tokens."""
-    starts = rng.integers(0, tokens.size - length, batch)
+def crops(tokens: np.ndarray, seed: tuple[int, ...], batch: int, length: int) -> np.ndarray:
+    """Random pieces of `length + 1` tokens, the same for the same seed."""
+    starts = np.random.default_rng(seed).integers(0, tokens.size - length, batch)
     return tokens[starts[:, None] + np.arange(length + 1)]
 
 
@@ -293,11 +314,13 @@ def draw(losses: list[float], entropy: float, held_out: float, path: pathlib.Pat
 
 def check(options: Options, mesh: Mesh, text: np.ndarray) -> None:
     """Refuse, in one line, what cannot work."""
-    for name in ("steps", "batch", "length", "width", "layers", "accumulate"):
+    for name in ("steps", "batch", "length", "width", "layers", "accumulate", "processes"):
         if getattr(options, name) < 1:
             fail(f"--{name} {getattr(options, name)}: expected 1 or more")
     if options.batch % (mesh.size * options.accumulate):
         fail(f"--batch {options.batch}: does not divide over {mesh.size} devices x {options.accumulate} micro-batches")
+    if options.resume and options.checkpoint_dir is None:
+        fail("--resume: from where? Give --checkpoint-dir too")
     if options.width % HEAD_WIDTH:
         fail(f"--width {options.width}: expected a multiple of {HEAD_WIDTH}")
     if not options.clip >= 0:
@@ -315,8 +338,15 @@ def check(options: Options, mesh: Mesh, text: np.ndarray) -> None:
 def main(options: Options) -> None:
     """Train, and leave a sample, a curve and the figures in the output folder."""
     started = time.perf_counter()
-    jax.config.update("jax_num_cpu_devices", 8)
-    console = rich.console.Console(highlight=False)
+    if 8 % options.processes:
+        fail(f"--processes {options.processes}: does not divide 8 devices")
+    if options.processes > 1 and options.process is None:
+        sys.exit(multi_process.start(options))
+    if options.processes > 1:
+        multi_process.join(options)
+    jax.config.update("jax_num_cpu_devices", options.devices)
+    first = jax.process_index() == 0
+    console = rich.console.Console(highlight=False, quiet=not first)
     mesh = make_mesh(options.mesh)
     inner = make_optimizer(options)
     vocabulary, tokens = np.unique(np.frombuffer(read_text(options.data), np.uint8), return_inverse=True)
@@ -326,7 +356,6 @@ def main(options: Options) -> None:
     entropy = unigram_entropy(tokens)
 
     model = GPT(vocabulary.size, options.width, options.layers, options.length)
-    rng = np.random.default_rng(options.seed)
     init_key, dropout_key, sample_key = jax.random.split(jax.random.key(options.seed), 3)
     by_example = NamedSharding(mesh, P(mesh.axis_names))
 
@@ -334,8 +363,10 @@ def main(options: Options) -> None:
         params = model.init(key, jnp.zeros((1, options.length), jnp.int32))
         return params if options.dtype == "fp32" else jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
 
-    def batch_of(text: np.ndarray) -> jax.Array:
-        return jax.device_put(crops(text, rng, options.batch, options.length), by_example)
+    def batch_of(text: np.ndarray, number: int) -> jax.Array:
+        whole = crops(text, (options.seed, text.size, number), options.batch, options.length)
+        mine = np.split(whole, jax.process_count())[jax.process_index()]
+        return jax.make_array_from_process_local_data(by_example, mine)
 
     def loss_fn(params: Any, tokens: jax.Array, key: jax.Array) -> jax.Array:
         scores = predict(model, params, tokens[:, :-1], train=True, rngs={"dropout": key})
@@ -351,8 +382,19 @@ def main(options: Options) -> None:
     at_rest = () if not options.offload else ("state",) if options.stage < 3 else ("state", "params")
     zero = jaxzero.Zero(mesh, stage=options.stage, offload=at_rest, **axes)
     tx = zero.optimizer(inner)
-    params = zero.init(init, init_key)
-    state = jax.jit(tx.init)(params)
+    abstract = jax.eval_shape(init, init_key)
+    saved = jaxzero.latest(options.checkpoint_dir) if options.checkpoint_dir else None
+    losses: list[float] = []
+    if options.resume:
+        if saved is None:
+            fail(f"--resume: there is no checkpoint in {options.checkpoint_dir}")
+        params, state, _, losses = jaxzero.restore(options.checkpoint_dir, zero, abstract, inner)
+        console.print(f"going on from step {saved}")
+    else:
+        if saved is not None:
+            fail(f"--checkpoint-dir {options.checkpoint_dir}: it has step {saved}; go on from there with --resume")
+        params = zero.init(init, init_key)
+        state = jax.jit(tx.init)(params)
     grad_fn = zero.value_and_grad(loss_fn, accumulate=options.accumulate)
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
@@ -363,8 +405,7 @@ def main(options: Options) -> None:
 
     # ------------------------------------------------------------------ to here
 
-    _, grads = jax.eval_shape(grad_fn, params, batch_of(training), dropout_key)
-    abstract = jax.eval_shape(init, init_key)
+    _, grads = jax.eval_shape(grad_fn, params, batch_of(training, 0), dropout_key)
     figures = memory(zero, mesh, inner, abstract, params, grads, state)
     count = sum(x.size for x in jax.tree.leaves(abstract))
     shape = " x ".join(f"{n} ({axis})" for axis, n in mesh.shape.items())
@@ -383,32 +424,38 @@ def main(options: Options) -> None:
         rich.progress.TextColumn("loss {task.fields[loss]:.3f}  {task.fields[speed]:,.0f} tokens/s"),
         rich.progress.TimeRemainingColumn(),
     )
-    losses: list[float] = []
-    speed = 0.0
+    speed, begin = 0.0, len(losses)
     with rich.progress.Progress(*columns, console=console) as progress:
-        task = progress.add_task("compiling", total=options.steps, loss=math.nan, speed=0.0)
-        for i in range(options.steps):
+        task = progress.add_task("compiling", total=options.steps, completed=begin, loss=math.nan, speed=0.0)
+        for i in range(begin, options.steps):
             key = jax.random.fold_in(dropout_key, i)
-            params, state, loss = train_step(params, state, batch_of(training), key)
+            params, state, loss = train_step(params, state, batch_of(training, i), key)
             losses.append(float(loss))
             if not math.isfinite(losses[-1]):
                 fail(f"the loss is {losses[-1]} at step {i + 1}; a smaller --learning-rate may help", 1)
-            if i == 0:
+            if i == begin:
                 clock = time.perf_counter()  # the first step compiles
             else:
-                speed = i * options.batch * options.length / (time.perf_counter() - clock)
+                speed = (i - begin) * options.batch * options.length / (time.perf_counter() - clock)
             progress.update(task, advance=1, loss=losses[-1], speed=speed, description="training")
             if (i + 1) % max(options.steps // 10, 1) == 0:
                 progress.console.print(f"step {i + 1:5d}  loss {losses[-1]:.3f}  {speed:10,.0f} tokens/s")
+                if options.checkpoint_dir:  # in the background; the losses are the position too, one for each batch
+                    saving = jaxzero.save(options.checkpoint_dir, i + 1, zero, params, state, inner, extra=losses)
+    if options.checkpoint_dir and begin < options.steps:
+        saving.wait()
 
     def score(params: Any, tokens: jax.Array) -> jax.Array:
         return mean_loss(predict(model, params, tokens[:, :-1]), tokens[:, 1:])
 
     evaluate = zero.forward(score)  # the mean over devices; parameters stay as they are
-    held_out_loss = float(np.mean([evaluate(params, batch_of(held_out)) for _ in range(8)]))
+    held_out_loss = float(np.mean([evaluate(params, batch_of(held_out, i)) for i in range(8)]))
     params = zero.gather(params)  # whole; at stages 1 and 2 they are so already
+    if not first:
+        return
 
-    one = jax.devices()[0]
+    one = jax.local_devices()[0]
+    params = jax.tree.map(lambda x: x.addressable_data(0), params)
     start = jnp.asarray(held_out[: options.length])
     draw_tokens = jax.jit(functools.partial(sample, model, count=300))
     drawn = draw_tokens(*jax.device_put((params, start, sample_key), one))
@@ -423,6 +470,7 @@ def main(options: Options) -> None:
     )
     metrics = {
         "options": {k: str(v) if isinstance(v, pathlib.Path) else v for k, v in dataclasses.asdict(options).items()},
+        "processes": jax.process_count(),
         "platform": mesh.devices.flat[0].platform,
         "mesh": dict(mesh.shape),
         "parameters": count,

@@ -103,25 +103,27 @@ def run_python(code: str, *, x64: bool = False, timeout: float = 300) -> str:
     return result.stdout
 
 
-def run_processes(
-    script: str, *arguments: str, processes: int = 2, devices: int = 4, timeout: float = 300
-) -> list[str]:
-    """Runs `script` of this folder in several processes that JAX joins; what each wrote to standard output."""
+def start_processes(script: str, *arguments: str, processes: int = 2, devices: int = 4) -> list[subprocess.Popen[str]]:
+    """Starts `script` of this folder in several processes that JAX joins."""
     with socket.socket() as s:
         s.bind(("localhost", 0))
         port = s.getsockname()[1]
-    env = os.environ | {"JAX_PLATFORMS": "cpu", "NPROC": "32"}
-    command = [sys.executable, os.path.join(os.path.dirname(__file__), script)]
-    running = [
+    command = [sys.executable, os.path.join(os.path.dirname(__file__), script), f"localhost:{port}", str(processes)]
+    return [
         subprocess.Popen(
-            [*command, f"localhost:{port}", str(processes), str(i), str(devices), *arguments],
+            [*command, str(i), str(devices), *arguments],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env=env,
+            env=os.environ | {"JAX_PLATFORMS": "cpu", "NPROC": "32"},
         )
         for i in range(processes)
     ]
+
+
+def run_processes(script: str, *arguments: str, processes: int = 2, devices: int = 4) -> None:
+    """Runs `script` of this folder in several processes that JAX joins, to its end."""
+    running = start_processes(script, *arguments, processes=processes, devices=devices)
     try:
         ends = [p.communicate(timeout=300) for p in running]
     finally:

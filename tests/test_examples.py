@@ -80,6 +80,26 @@ def test_train_gpt_repeats(tmp_path, text, capsys):
     assert losses[0] == losses[1]
 
 
+@pytest.mark.slow
+def test_train_gpt_goes_on_elsewhere(tmp_path, text):
+    """Two processes, then one, on another mesh and stage; the losses before are kept."""
+    options = [*TINY, "--data", text, "--checkpoint-dir", str(tmp_path / "run")]
+    first = run_train_gpt(*options, "--steps", "10", "--stage", "3", "--processes", "2", "--out", str(tmp_path / "a"))
+    assert first.returncode == 0, first.stderr
+    before = json.loads((tmp_path / "a" / "metrics.json").read_text())
+    assert before["processes"] == 2
+    again = run_train_gpt(*options, "--steps", "14", "--mesh", "2x2", "--resume", "--out", str(tmp_path / "b"))
+    assert again.returncode == 0, again.stderr
+    assert "going on from step 10" in again.stdout
+    after = json.loads((tmp_path / "b" / "metrics.json").read_text())
+    assert after["losses"][:10] == before["losses"]
+    assert len(after["losses"]) == 14
+    assert max(after["losses"][10:]) < before["losses"][0]
+    refused = run_train_gpt(*options, "--steps", "20", "--out", str(tmp_path / "c"))
+    assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
+    assert "it has step 14; go on from there with --resume" in refused.stderr
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -92,6 +112,9 @@ def test_train_gpt_repeats(tmp_path, text, capsys):
         ("--batch 12", "--batch 12: does not divide over 8 devices"),
         ("--width 100", "--width 100: expected a multiple of 32"),
         ("--steps 0", "--steps 0: expected 1 or more"),
+        ("--processes 3", "--processes 3: does not divide 8 devices"),
+        ("--resume", "--resume: from where? Give --checkpoint-dir too"),
+        ("--resume --checkpoint-dir no_such_folder", "--resume: there is no checkpoint in no_such_folder"),
         ("--out LICENSE/below", "--out LICENSE/below: Not a directory"),
     ],
 )
