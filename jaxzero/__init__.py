@@ -1,5 +1,6 @@
 """ZeRO for JAX: training state split over a mesh, for any Optax optimizer and any loss, as they are."""
 
+from ._version import __version__ as __version__
 from .checkpoint import latest as latest
 from .checkpoint import restore as restore
 from .checkpoint import save as save
@@ -17,5 +18,3 @@ from .precision import master_weights as master_weights
 from .topology import topology as topology
 from .verify import Verification as Verification
 from .zero import Zero as Zero
-
-__version__ = "0.1.0"

@@ -5,6 +5,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ._version import __version__
 from .entries import PARAMS, STATE, Entry
 from .mesh import Axes
 from .options import Options
@@ -17,8 +18,6 @@ _NAMED = 4
 
 def compose(options: Options | None, axes: Axes, step: int, entries: Sequence[Entry], extra: Any) -> dict[str, Any]:
     """The manifest of a checkpoint, as JSON values."""
-    from . import __version__
-
     return {
         "format": FORMAT,
         "jaxzero": __version__,
@@ -53,8 +52,6 @@ def check_extra(extra: Any) -> Any:
 
 def check_version(call: str, path: Any, manifest: Mapping[str, Any]) -> None:
     """Refuses a checkpoint whose format is newer than this version knows."""
-    from . import __version__
-
     if manifest["format"] > FORMAT:
         raise ValueError(
             f"{call}: {path} has format {manifest['format']}, written by jaxzero {manifest['jaxzero']}. Expected "
