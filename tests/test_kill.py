@@ -22,20 +22,27 @@ def notes(directory):
     return [json.loads(line) for line in lines if line.endswith("}")]
 
 
+def training(said, moment):
+    """Whether so many notes have been made since training began."""
+    begun = [i for i, n in enumerate(said) if "training" in n]
+    return bool(begun) and len(said) - begun[0] > moment
+
+
 def kill_one(directory, world, rng):
     """Starts two processes, kills one of them at a random moment of training, then the other."""
     layout, processes, devices = world
-    before = len([n for n in notes(directory) if "training" in n])
+    moment = rng.randrange(8)  # so many notes after it began, and a little later
+    said = len(notes(directory))
     running = helpers.start_processes(
         "train_until_killed.py", str(directory), layout, "1000000", processes=processes, devices=devices
     )
     try:
         patience = time.monotonic() + 240
-        while len([n for n in notes(directory) if "training" in n]) == before:
+        while not training(notes(directory)[said:], moment):
             assert not any(p.poll() for p in running), running[0].communicate()[1][-3000:]
             assert time.monotonic() < patience
-            time.sleep(0.05)
-        time.sleep(rng.uniform(0, 3))
+            time.sleep(0.02)
+        time.sleep(rng.uniform(0, 0.5))
         victim = rng.choice(running)
         victim.send_signal(signal.SIGKILL)
         time.sleep(0.2)
