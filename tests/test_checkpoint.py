@@ -93,6 +93,7 @@ def test_every_kind_of_leaf(way, tmp_path):
         assert_same(zero.gather(restored.params) if zero else restored.params, params)
 
 
+@pytest.mark.grid(3)
 def test_hierarchical_and_explicit_meshes(way, tmp_path):
     params = zoo()
     mesh = helpers.make_mesh((2, 3), ("node", "local"), explicit=True)
@@ -120,6 +121,7 @@ def test_all_sizes_and_no_padding_on_disk(tmp_path):
             np.testing.assert_array_equal(x, np.pad(params[name], (0, -params[name].size % n)))
 
 
+@pytest.mark.slow  # `test_export.py` reads with plain Orbax too
 def test_other_programs_read_it(tmp_path):
     """JZ-062: plain Orbax, one device, another process, no jaxzero."""
     params = {"w": jnp.arange(15.0).reshape(5, 3)}

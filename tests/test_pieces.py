@@ -12,7 +12,7 @@ from jaxzero.pieces import Chunks, boxes, extents
 shapes = st.lists(st.integers(1, 6), max_size=4).map(tuple)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=80)
 @given(shapes, st.data())
 def test_boxes_are_the_range_in_order(shape, data):
     size = math.prod(shape)
@@ -25,7 +25,7 @@ def test_boxes_are_the_range_in_order(shape, data):
     np.testing.assert_array_equal(np.concatenate([np.zeros(0), *(x[box].ravel() for box in found)]), range(start, stop))
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=80)
 @given(shapes, st.integers(1, 40))
 def test_chunks_are_contiguous_and_start_where_they_say(shape, limit):
     chunks = Chunks.of(shape, limit)
