@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import json
+import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -171,6 +172,15 @@ def _line(error: Exception) -> str:
 def complete_steps(directory: Any) -> list[int]:
     """The steps in a directory that were written to their end, in order."""
     path = folder(directory)
+    try:
+        os.scandir(path).close()
+    except PermissionError as error:  # else a run would start anew, as if there were nothing
+        raise ValueError(
+            f"latest: {path} cannot be read: {error.strerror}. Expected a directory that may be listed, or none. Fix: "
+            "its permissions."
+        ) from error
+    except OSError:
+        pass  # none there, or no local path: Orbax says
     steps = orbax().utils.checkpoint_steps(path) if path.exists() else []
     return sorted(step for step in steps if is_complete(path / str(step)))
 

@@ -19,8 +19,9 @@ import pytest
 import jaxzero
 from jaxzero import flat_files, processes, storage
 
-COORDINATOR, PROCESSES, MINE, DEVICES = sys.argv[1], *map(int, sys.argv[2:5])
-DIRECTORY = pathlib.Path(sys.argv[5])
+if __name__ == "__main__":  # pytest imports it, too, to look for doctests
+    COORDINATOR, PROCESSES, MINE, DEVICES = sys.argv[1], *map(int, sys.argv[2:5])
+    DIRECTORY = pathlib.Path(sys.argv[5])
 LAYOUTS = ("8/3", "2x4/2")
 
 

@@ -15,7 +15,7 @@ import jaxzero
 from jaxzero import gradients
 from jaxzero.synchronise import Mean
 
-pytestmark = pytest.mark.grid(5)
+pytestmark = pytest.mark.grid(9)
 
 SETTINGS = {
     "stage 1, 8": ((8,), dict(stage=1), {}),

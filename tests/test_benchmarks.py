@@ -9,7 +9,7 @@ import pytest
 import traffic
 from formulas import GATHER, REDUCE, SCATTER
 
-pytestmark = pytest.mark.grid(3)
+pytestmark = pytest.mark.grid(5)
 
 M, N, P, R, K, S = 3e9, 64, 16, 4, 8, 5
 

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 import jaxzero
 from jaxzero.layout import Layout, even_split
 
-pytestmark = pytest.mark.grid(7)
+pytestmark = pytest.mark.grid(11)
 
 SETTINGS = list(checks.SETTINGS)
 
@@ -92,6 +92,7 @@ def test_jz_020_low_precision_is_really_on_the_wire(stage, mesh8):
 MANY = {f"w{i:03d}": (8, 16) for i in range(300)}
 
 
+@pytest.mark.slow
 def test_jz_022_collectives_do_not_grow_with_the_leaves(mesh8):
     """300 leaves: at most 2 reduce-scatters and 2 gathers with the default bucket."""
     zero = jaxzero.Zero(mesh8, stage=2)

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 import jaxzero
 from jaxzero.synchronise import Mean
 
-pytestmark = pytest.mark.grid(5)
+pytestmark = pytest.mark.grid(9)
 
 SETTINGS = list(checks.SETTINGS)
 

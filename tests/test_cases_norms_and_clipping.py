@@ -12,7 +12,7 @@ import pytest
 
 import jaxzero
 
-pytestmark = pytest.mark.grid(5)
+pytestmark = pytest.mark.grid(9)
 
 SETTINGS = list(checks.SETTINGS)
 BATCHES = checks.quadratic_batches()

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxzero
 
-pytestmark = pytest.mark.grid(3)
+pytestmark = pytest.mark.grid(5)
 
 SETTINGS = list(checks.SETTINGS)
 BATCHES = checks.quadratic_batches()

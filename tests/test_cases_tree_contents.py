@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxzero
 
-pytestmark = pytest.mark.grid(5)
+pytestmark = pytest.mark.grid(9)
 
 SETTINGS = list(checks.SETTINGS)
 BOTH = [optax.sgd(1.0), optax.adamw(1e-2, weight_decay=0.1)]  # SGD first: Adam hides a constant factor

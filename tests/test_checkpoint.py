@@ -2,9 +2,11 @@
 
 import json
 import os
+import pathlib
 import shutil
 import subprocess
 import sys
+import tempfile
 
 import checkpoint_cases as cases
 import checks
@@ -440,17 +442,28 @@ def test_disk_full(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["0", "1"]
 
 
-def test_read_only_directory(tmp_path):
-    small(tmp_path)
-    for at in (tmp_path, *tmp_path.parents[:2]):
-        at.chmod(0o555)
-    try:
-        out = run_failing(tmp_path, NOBODY if os.geteuid() == 0 else "")
-    finally:
-        for at in (*tmp_path.parents[:2], tmp_path):
-            at.chmod(0o755)
+def test_read_only_directory():
+    with tempfile.TemporaryDirectory() as made:  # not below pytest's own, which nobody else may enter
+        directory = pathlib.Path(made)
+        small(directory)
+        directory.chmod(0o555)
+        try:
+            out = run_failing(directory, NOBODY if os.geteuid() == 0 else "")
+        finally:
+            directory.chmod(0o755)
     assert "cannot be written: Permission denied. Expected a directory that every process can write" in out
     assert out.endswith("\n0\n"), out
+
+
+def test_a_directory_that_may_not_be_listed(tmp_path, monkeypatch):
+    """It is not an empty one: a run that resumes from it must not start anew."""
+
+    def refuse(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(ValueError, match=r"latest: .* cannot be read: Permission denied\. .*Fix: its permissions"):
+        jaxzero.latest(tmp_path)
 
 
 def test_a_directory_that_is_a_file(tmp_path):

@@ -36,12 +36,13 @@ def text(tmp_path):
     return str(path)
 
 
+@pytest.mark.grid(3)
 @pytest.mark.parametrize(
     "options",
     [
+        ["--stage", "3", "--mesh", "2x4", "--optimizer", "lamb", "--learning-rate", "0.03", "--accumulate", "2"],
         ["--optimizer", "adamw", "--learning-rate", "0.01"],
         ["--stage", "1", "--mesh", "2x2", "--optimizer", "muon", "--learning-rate", "0.03", "--clip", "0"],
-        ["--stage", "3", "--mesh", "2x4", "--optimizer", "lamb", "--learning-rate", "0.03", "--accumulate", "2"],
         ["--stage", "3", "--mesh", "2x2", "--no-replica", "--learning-rate", "0.01", "--dtype", "bf16", "--offload"],
         ["--mesh", "1", "--optimizer", "schedule_free_adamw", "--learning-rate", "0.03"],
     ],

@@ -24,7 +24,7 @@ from jaxzero import exchange, hops
 from jaxzero.layout import Layout, even_split
 from jaxzero.mesh import Axes
 
-pytestmark = pytest.mark.grid(7)
+pytestmark = pytest.mark.grid(11)
 
 NODES = ("node", "local")
 MESHES = {

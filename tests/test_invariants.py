@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxzero
 
-pytestmark = pytest.mark.grid(5)
+pytestmark = pytest.mark.grid(9)
 
 SETTINGS = list(checks.SETTINGS)
 BATCHES = checks.quadratic_batches()

@@ -75,7 +75,7 @@ def assert_skipped_once(left):
     jax.tree.map(np.testing.assert_array_equal, (before[0], before[1].inner_state), (after[0], after[1].inner_state))
 
 
-@pytest.mark.grid(5)
+@pytest.mark.grid(11)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_overflow_on_one_device_skips_everywhere_once(setting, way):
@@ -145,7 +145,7 @@ def test_growth_and_back_off():
     assert scales((), initial_scale=2.0**127, growth_interval=1) == [2.0**127] * 8, "it never becomes infinite"
 
 
-@pytest.mark.grid(7)
+@pytest.mark.grid(15)
 @pytest.mark.parametrize("order", ["scale(master)", "master(scale)"])
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_equals_the_unsharded_run(setting, order):
@@ -190,7 +190,7 @@ def test_narrow_parameters_without_master_weights():
 # --- the loss ------------------------------------------------------------------------------------
 
 
-@pytest.mark.grid(2)
+@pytest.mark.grid(5)
 @pytest.mark.parametrize("stage", [3, 2])
 def test_the_scaled_loss(stage):
     """The loss comes back without the scale, aux was never scaled, gradients carry it: in every mode."""
@@ -236,7 +236,7 @@ def test_a_local_decision_shows(monkeypatch):
         assert_skipped_once(overflow_on_one_device("stage 2", "outside"))
 
 
-@pytest.mark.grid(2)
+@pytest.mark.grid(5)
 @pytest.mark.parametrize("wrong", ["left in", "the next one"])
 def test_a_wrong_scale_shows(monkeypatch, wrong):
     factor = {"left in": lambda scale: scale, "the next one": lambda scale: scale / (2 * scale)}[wrong]

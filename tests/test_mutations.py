@@ -159,6 +159,7 @@ MUTATIONS = {
 }
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_gradients_show_it(monkeypatch, name):
     """The gradient comparison, in the global view or (for the gather) in the parameters that come back."""
@@ -181,6 +182,7 @@ def test_training_shows_it(monkeypatch, name, compare):
         compare("stage 2, 8")
 
 
+@pytest.mark.grid(3)
 @pytest.mark.parametrize("factor", [-1.0, 8.0, 1 + 1e-5])
 def test_gradients_of_stage_1_show_it(monkeypatch, factor):
     compare_gradients("stage 1, 8")

@@ -87,7 +87,7 @@ def assert_bitwise(got, want):
             assert np.asarray(here.data).tobytes() == np.asarray(there.data).tobytes(), helpers.name(path)
 
 
-@pytest.mark.grid(41)
+@pytest.mark.grid(83)
 @pytest.mark.parametrize("name", INNER)
 @pytest.mark.parametrize("rest", [("state",), BOTH], ids=["state", "both"])
 @pytest.mark.parametrize("stage", [3, 2, 1])

@@ -10,7 +10,7 @@ from test_partition import evaluate
 
 from jaxzero.layout import Layout
 
-pytestmark = pytest.mark.grid(3)
+pytestmark = pytest.mark.grid(5)
 
 
 def eighths(*shape):

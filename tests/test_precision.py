@@ -99,7 +99,7 @@ def assert_rounded(params, state):
 # --- equal to the unsharded run ------------------------------------------------------------------
 
 
-@pytest.mark.grid(41)
+@pytest.mark.grid(83)
 @pytest.mark.parametrize("name", INNER)
 @pytest.mark.parametrize("way", ["apply", "update"])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
@@ -114,7 +114,7 @@ def test_equals_the_unsharded_run(setting, dtype, way, name):
     assert_rounded(want_params, want_state)
 
 
-@pytest.mark.grid(7)
+@pytest.mark.grid(15)
 @pytest.mark.parametrize("way", ["inside, update", "inside, apply", "value_and_grad, apply"])
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_training_on_a_loss_inside_and_outside(setting, way):
@@ -141,7 +141,7 @@ def wrap(name):
     }[name]()
 
 
-@pytest.mark.grid(7)
+@pytest.mark.grid(15)
 @pytest.mark.parametrize("setting", ["stage 2", "stage 3"])
 @pytest.mark.parametrize(
     "name", ["clip outside", "named", "masked", "partition", "MultiSteps", "around MultiSteps", "around masked"]
@@ -172,7 +172,7 @@ def test_lookahead_and_extra_arguments(mesh8):
 # --- nothing is lost, nothing is kept twice ------------------------------------------------------
 
 
-@pytest.mark.grid(2)
+@pytest.mark.grid(5)
 @pytest.mark.parametrize("setting", ["stage 3", "stage 1"])
 def test_tiny_updates_are_not_lost(setting):
     """A hundred updates of 10^-4: each is less than half of the last bit of a bfloat16 one."""
@@ -215,7 +215,7 @@ def test_rounding_is_exact_whatever_the_step(dtype, compiled):
         assert np.max(np.abs(np.float64(state.master) - exact) / scale) <= 2.0**-23
 
 
-@pytest.mark.grid(4)
+@pytest.mark.grid(9)
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_copies_are_split_and_only_of_narrow_parameters(setting):
     zero = make_zero(setting)
@@ -269,7 +269,7 @@ def gathered_dtypes(text):
     return {kind.split("x")[-1] for kind in kinds}
 
 
-@pytest.mark.grid(2)
+@pytest.mark.grid(5)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_half_of_the_bytes_are_gathered(stage):
     """New parameters at stages 1 and 2, each use at stage 3. (XLA on CPUs widens bfloat16 collectives, not float16.)"""

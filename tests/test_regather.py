@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxzero
 
-pytestmark = pytest.mark.grid(3)
+pytestmark = pytest.mark.grid(5)
 
 MESHES = {
     "2x4": ((2, 4), ("node", "local"), None),

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxzero
 
-pytestmark = pytest.mark.grid(5)
+pytestmark = pytest.mark.grid(7)
 
 KEY = jax.random.key(0)
 

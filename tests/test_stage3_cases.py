@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 import jaxzero
 from jaxzero import EvenSplit
 
-pytestmark = pytest.mark.grid(7)
+pytestmark = pytest.mark.grid(11)
 
 normal = models.normal
 GLOBAL_WAYS = checks.WAYS[:2]

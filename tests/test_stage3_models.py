@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxzero
 
-pytestmark = pytest.mark.grid(7)
+pytestmark = pytest.mark.grid(11)
 
 CASES, MESHES, OPTIONS = list(models.CASES), list(models.MESHES), list(models.OPTIONS)
 

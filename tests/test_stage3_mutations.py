@@ -18,7 +18,7 @@ from jaxzero.gather_on_use import _Evaluation
 from jaxzero.synchronise import Mean
 from jaxzero.views import View
 
-pytestmark = pytest.mark.grid(3)
+pytestmark = pytest.mark.grid(5)
 
 OPTIONS = ["default", "alone"]
 

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxzero
 
-pytestmark = pytest.mark.grid(7)
+pytestmark = pytest.mark.grid(11)
 
 normal = models.normal
 FIX = "fix"
