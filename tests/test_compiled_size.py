@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 import jaxzero
 from jaxzero import groups
 
-pytestmark = pytest.mark.grid(2)
+pytestmark = pytest.mark.grid(5)
 
 RATE, B1, B2, EPS = 1e-3, 0.9, 0.999, 1e-8
 
@@ -72,6 +72,7 @@ def test_no_more_instructions_than_by_hand(mesh8, shape):
     helpers.close(new, want, 1e-6)
 
 
+@pytest.mark.slow
 def test_instructions_per_leaf_do_not_grow(mesh8):
     zero = jaxzero.Zero(mesh8, stage=2)
     tx = zero.optimizer(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(RATE)))

@@ -36,7 +36,7 @@ def text(tmp_path):
     return str(path)
 
 
-@pytest.mark.grid(3)
+@pytest.mark.grid(5)
 @pytest.mark.parametrize(
     "options",
     [
