@@ -30,7 +30,6 @@ import matplotlib as mpl
 import multi_process
 import numpy as np
 import optax
-import optax.contrib
 import rich.console
 import rich.progress
 import rich.table
@@ -39,6 +38,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxzero
+from jaxzero.cli.optimizers import known
 
 HEAD_WIDTH = 32
 DROPOUT = 0.1
@@ -202,26 +202,13 @@ def sample(model: GPT, params: Any, start: jax.Array, key: jax.Array, count: int
 # ---- the optimizer, by name
 
 
-@functools.cache
-def optimizers() -> dict[str, Callable[..., optax.GradientTransformation]]:
-    """Every function of optax and optax.contrib that makes an optimizer from a learning rate alone."""
-    found: dict[str, Callable[..., optax.GradientTransformation]] = {}
-    for module in (optax.contrib, optax):
-        for name, f in inspect.getmembers(module, inspect.isfunction):
-            parameters = inspect.signature(f).parameters.values()
-            needed = {p.name for p in parameters if p.default is p.empty and p.kind is not p.VAR_KEYWORD}
-            if not name.startswith("scale_by_") and needed <= {"learning_rate"} <= {p.name for p in parameters}:
-                found[name] = f
-    return found
-
-
 def make_optimizer(options: Options) -> optax.GradientTransformation:
     """The optimizer that was asked for, after clipping."""
     name = options.optimizer
-    if name not in optimizers():
-        near = difflib.get_close_matches(name, optimizers(), 1, 0) + ["adamw"]
+    if name not in known():
+        near = difflib.get_close_matches(name, known(), 1, 0) + ["adamw"]
         fail(f'--optimizer {name}: optax has no such optimizer; did you mean "{near[0]}"?')
-    factory = optimizers()[name]
+    factory = known()[name]
     rate = options.learning_rate
     if rate is None:
         default = inspect.signature(factory).parameters["learning_rate"].default

@@ -405,7 +405,9 @@ def test_jz_094_to_full_and_back_is_bit_identical(mesh, traced):
     for a, b in zip(jax.tree.leaves(again), jax.tree.leaves(split), strict=True):
         assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
         assert a.sharding.is_equivalent_to(b.sharding, a.ndim)
-    for name, x in zero.gather(split).items():
+    whole = zero.gather(split)
+    helpers.assert_all_shards_equal(whole)
+    for name, x in whole.items():
         assert np.asarray(x).tobytes() == np.asarray(params[name]).tobytes()
 
 
