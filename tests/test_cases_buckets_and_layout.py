@@ -243,17 +243,25 @@ def test_jz_028_program_per_leaf_is_constant(mesh8):
 
 
 @pytest.mark.slow
-def test_jz_028_compile_time_of_2000_leaves(mesh8):
-    """AdamW: at most 3 times plain Optax's, in CPU time of one process."""
+@pytest.mark.parametrize(
+    ("inner", "limit"),
+    [
+        (optax.adamw(1e-3), 3),
+        pytest.param(CLIPPED, 4, marks=pytest.mark.xfail(strict=False, reason="about 8: norms over very many leaves")),
+    ],
+    ids=["adamw", "clip + adamw"],
+)
+def test_jz_028_compile_time_of_2000_leaves(mesh8, inner, limit):
+    """In CPU time of one process, against plain Optax."""
 
     def seconds(zero):
         jax.clear_caches()
         start = time.process_time()
-        lowered_step(zero, 2000, optax.adamw(1e-3)).compile()
+        lowered_step(zero, 2000, inner).compile()
         return time.process_time() - start
 
     plain, sharded = seconds(None), seconds(jaxzero.Zero(mesh8, stage=2))
-    assert sharded <= 3 * plain, f"{sharded:.1f} s against {plain:.1f} s"
+    assert sharded <= limit * plain, f"{sharded:.1f} s against {plain:.1f} s"
 
 
 PROGRAM = """
