@@ -10,7 +10,6 @@ fit the device is recorded as that.
 Writes `benchmarks/measured/<machine>.json`; models that are not named keep their rows.
 """
 
-import functools
 import os
 import sys
 import time
@@ -19,27 +18,38 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import jax
 import optax
 import results
-import shapes
 import ways
 from jax.sharding import Mesh
+from ways import models
 
 import jaxzero
 
-MODELS = {
-    "gpt": (functools.partial(shapes.gpt, vocabulary=32000, width=4096, layers=16, length=512, heads=8), (2, 513)),
-    "llama": (shapes.llama, (1, 2049)),
-}
-#: Scans first: they compile in seconds.
-LARGE = [way for way, (split, *_) in ways.WAYS.items() if split in ("fsdp", 3)][::-1]
+#: The model, and texts per device.
+MODELS = {"gpt": (models.gpt_3b, 2), "llama": (models.llama_8b, 1)}
+
+
+def large(name: str) -> list[str]:
+    """The ways to train a model that a device may hold. Scans first: they compile in seconds.
+
+    Of the Llama only those: unrolled it compiles for long. It is in bfloat16, and so are the sums of native JAX.
+    """
+    llama = name == "llama"
+    kept = [way for way, (split, *_) in ways.WAYS.items() if split in ("fsdp", 3)]
+    return [way for way in kept[::-1] if ("scan" in way if llama else "sums" not in way)]
+
+
+def model(name: str, mesh: Mesh) -> ways.MakeModel:
+    """A model with the batch of a mesh."""
+    make, texts = MODELS[name]
+    return lambda how: make(texts * mesh.size, how)
 
 
 def compiled(name: str, way: str, mesh: Mesh) -> dict[str, object]:
     """One row."""
-    model, (batch, length) = MODELS[name]
     clock = time.perf_counter()
     row = dict(model=name, way=way)
     try:
-        program = ways.step(way, mesh, model, optax.adamw(1e-4), (batch * mesh.size, length)).compile()
+        program = ways.step(way, mesh, model(name, mesh), optax.adamw(1e-4)).compile()
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
@@ -47,8 +57,8 @@ def compiled(name: str, way: str, mesh: Mesh) -> dict[str, object]:
     seconds = time.perf_counter() - clock
     memory = jaxzero.Zero(mesh).memory(program)
     found = jaxzero.collectives(program, mesh)
-    large = [x for x in found if x.kind == "all-gather" and x.nbytes >= 2**22]
-    hidden = sum(x.times for x in large if x.hidden) / max(1, sum(x.times for x in large))
+    gathers = [x for x in found if x.kind == "all-gather" and x.nbytes >= 2**22]
+    hidden = sum(x.times for x in gathers if x.hidden) / max(1, sum(x.times for x in gathers))
     sizes = dict(arguments=memory.arguments, total=memory.total, peak=memory.peak, sent=found.sent())
     return row | sizes | dict(hidden=hidden, seconds=seconds)
 
@@ -59,12 +69,10 @@ def main(machine: str, *names: str) -> None:
     file = machine.replace(":", "_")
     names = names or tuple(MODELS)
     kept = [row for row in (results.read(file) or {"rows": []})["rows"] if row["model"] not in names]
-    about = {name: shapes.count(model(stacked=True)[0]) for name, (model, _) in MODELS.items()}
+    about = {name: ways.count(model(name, mesh)) for name in MODELS}
     rows = []
     for name in names:
-        for way in LARGE:
-            if name == "llama" and "scan" not in way:
-                continue
+        for way in large(name):
             rows.append(compiled(name, way, mesh))
             print(rows[-1], flush=True)
             results.write(file, kept + rows, about)

@@ -15,10 +15,10 @@ import time
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import jax
-import jax.numpy as jnp
+import machines
 import optax
 from jax.sharding import Mesh, NamedSharding
-from overlap import LENGTH, PER_DEVICE, loss_of, model
+from ways import models
 
 import jaxzero
 
@@ -42,8 +42,7 @@ def mark(lowered, on_host):
 
 def compiled(mesh, offload, stacked):
     """The step, compiled."""
-    loss, params = loss_of(jax.checkpoint), model(stacked)
-    tokens = jax.ShapeDtypeStruct((mesh.size * PER_DEVICE, LENGTH + 1), jnp.int32)
+    params, loss, tokens = machines.model("gpt", mesh)(models.How(stacked))
     zero = jaxzero.Zero(mesh, stage=3, offload=offload).observe(loss, params, tokens)
     tx = zero.optimizer(optax.adamw(1e-4))
     split = jax.eval_shape(zero.shard, params)

@@ -55,12 +55,12 @@ def _passes(rows: list[Collective]) -> tuple[list[Collective], list[Collective]]
 def main(*rows: str) -> None:
     """Prints the table."""
     mesh = Mesh(jaxzero.topology("h100:2x8"), ("data",))
-    model, (batch, length) = machines.MODELS["gpt"]
+    model = machines.model("gpt", mesh)
     print(f"jax {jax.__version__}, {mesh.size} GPUs, gathers of at least {LARGE // 2**20} MB")
     print("model  where  pass      gathers  hidden  synchronous  hidden")
     for name in rows or ROWS:
         start = time.time()
-        step = ways.step(ROWS[name], mesh, model, optax.adamw(1e-4), (batch * mesh.size, length))
+        step = ways.step(ROWS[name], mesh, model, optax.adamw(1e-4))
         report(name, jaxzero.collectives(step.compile(), mesh))
         print(f"{name:6s} in {time.time() - start:.0f} s", flush=True)
 

@@ -9,7 +9,6 @@ Writes `benchmarks/measured/step_time.json`; worlds and optimizers that are not 
 """
 
 import argparse
-import functools
 import os
 import time
 
@@ -22,15 +21,22 @@ import numpy as np
 import optax
 import optax.contrib
 import results
-import shapes
 import ways
 from jax.sharding import Mesh
+from ways import models
 
 import jaxzero
 
-SHAPE = dict(vocabulary=1003, width=128, layers=3, length=32, heads=4)
-BATCH = 16
+SHAPE = dict(vocabulary=1003, width=128, layers=3, heads=4)
+BATCH = (16, 32)
+#: Parameters and native sums are float32.
+WAYS = [way for way in ways.WAYS if "sums" not in way]
 OPTIMIZERS = {"adamw": optax.adamw, "lamb": optax.lamb, "muon": optax.contrib.muon}
+
+
+def model(how: models.How) -> models.Problem:
+    """The GPT."""
+    return models.gpt(**SHAPE, batch=BATCH, how=how)
 
 
 def started(step: ways.Step, whole: optax.Params, tokens: jax.Array) -> list[jax.Array]:
@@ -44,15 +50,14 @@ def started(step: ways.Step, whole: optax.Params, tokens: jax.Array) -> list[jax
 def measured(world: int, name: str, rounds: int) -> list[dict[str, object]]:
     """One row per way."""
     mesh = Mesh(np.array(jax.devices()[:world]), ("data",))
-    tokens = jax.random.randint(jax.random.key(1), (BATCH, SHAPE["length"] + 1), 0, SHAPE["vocabulary"])
-    model = functools.partial(shapes.gpt, **SHAPE)
+    tokens = jax.random.randint(jax.random.key(1), (BATCH[0], BATCH[1] + 1), 0, SHAPE["vocabulary"])
     runs = {}
-    for way, (_, _, stacked) in ways.WAYS.items():
-        step = ways.step(way, mesh, model, OPTIMIZERS[name](1e-3), tokens.shape)
+    for way in WAYS:
+        step = ways.step(way, mesh, model, OPTIMIZERS[name](1e-3))
         clock = time.perf_counter()
         compiled = step.compile()
         seconds = time.perf_counter() - clock
-        whole = shapes.drawn(model(stacked=stacked)[0])
+        whole = ways.drawn(model(models.How(ways.WAYS[way].stacked))[0])
         runs[way] = [compiled, *started(step, whole, tokens), [], seconds]
     for _ in range(rounds):
         for run in runs.values():
@@ -88,7 +93,7 @@ def main() -> None:
     parser.add_argument("--optimizers", nargs="+", default=list(OPTIMIZERS), choices=list(OPTIMIZERS))
     parser.add_argument("--rounds", type=int, default=20)
     given = parser.parse_args()
-    about = dict(parameters=shapes.count(shapes.gpt(**SHAPE)[0]), batch=BATCH, rounds=given.rounds, **SHAPE)
+    about = dict(parameters=ways.count(model), batch=BATCH[0], length=BATCH[1], rounds=given.rounds, **SHAPE)
     rows = (results.read("step_time") or {"rows": []})["rows"]
     for name in given.optimizers:
         for world in given.worlds:

@@ -1,28 +1,52 @@
 """One training step, written in every way that is compared: native JAX as users write it today, and jaxzero."""
 
+import pathlib
+import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxzero
 
-#: Name -> (what splits, `jax.checkpoint` around layers, layers stacked and scanned). Native JAX, then jaxzero.
-WAYS: dict[str, tuple[Any, bool, bool]] = {
-    "replicated": ("replicated", False, False),
-    "sharded state": ("state", False, False),
-    "FSDP": ("fsdp", False, False),
-    "FSDP + remat": ("fsdp", True, False),
-    "FSDP + remat + scan": ("fsdp", True, True),
-    "stage 1": (1, False, False),
-    "stage 2": (2, False, False),
-    "stage 3": (3, False, False),
-    "stage 3 + remat": (3, True, False),
-    "stage 3 + remat + scan": (3, True, True),
+sys.path.append(str(pathlib.Path(__file__).parent.parent / "examples"))
+import models
+
+
+class Way(NamedTuple):
+    """How a step is written.
+
+    Attributes:
+      split: What native JAX splits, or the stage.
+      remat: Whether `jax.checkpoint` is around each layer.
+      stacked: Whether layers are stacked and scanned.
+      reduce_dtype: In which dtype jaxzero sums gradients.
+    """
+
+    split: str | int
+    remat: bool
+    stacked: bool
+    reduce_dtype: Any = jnp.float32
+
+
+#: Native JAX, then jaxzero.
+WAYS = {
+    "replicated": Way("replicated", False, False),
+    "sharded state": Way("state", False, False),
+    "FSDP": Way("fsdp", False, False),
+    "FSDP + remat": Way("fsdp", True, False),
+    "FSDP + remat + scan": Way("fsdp", True, True),
+    "stage 1": Way(1, False, False),
+    "stage 2": Way(2, False, False),
+    "stage 3": Way(3, False, False),
+    "stage 3 + remat": Way(3, True, False),
+    "stage 3 + remat + scan": Way(3, True, True),
+    "stage 3 + remat + scan, sums in bfloat16": Way(3, True, True, jnp.bfloat16),
 }
 #: What each of ours is compared with: the native way that splits the same.
 BESIDE = {
@@ -31,9 +55,10 @@ BESIDE = {
     "stage 3": "FSDP",
     "stage 3 + remat": "FSDP + remat",
     "stage 3 + remat + scan": "FSDP + remat + scan",
+    "stage 3 + remat + scan, sums in bfloat16": "FSDP + remat + scan",
 }
 
-MakeModel = Callable[..., Any]
+MakeModel = Callable[[models.How], models.Problem]
 
 
 class Step(NamedTuple):
@@ -60,29 +85,41 @@ class Step(NamedTuple):
         return jax.jit(self.run, donate_argnums=(0, 1)).lower(self.params, self.state, self.tokens).compile()
 
 
-def step(way: str, mesh: Mesh, model: MakeModel, inner: optax.GradientTransformation, tokens: Any) -> Step:
+def step(way: str, mesh: Mesh, model: MakeModel, inner: optax.GradientTransformation) -> Step:
     """One way to train.
 
     Args:
       way: A key of `WAYS`.
       mesh: One axis, `data`.
-      model: `model(stacked=, wrap=, constrain=)` -> abstract parameters and loss.
+      model: From how it is written to abstract parameters, loss and batch.
       inner: The optimizer.
-      tokens: Shape of the batch.
 
     Returns:
       The step.
     """
-    split, remat, stacked = WAYS[way]
-    wrap = jax.checkpoint if remat else lambda f: f
+    split, remat, stacked, reduce_dtype = WAYS[way]
     batch = NamedSharding(mesh, P("data"))
-    tokens = jax.ShapeDtypeStruct(tokens, jnp.int32, sharding=batch)
-    if isinstance(split, int):
-        params, loss = model(stacked=stacked, wrap=wrap)
-        return _ours(split, mesh, loss, params, inner, tokens)
+    native = isinstance(split, str)
+    same = lambda x: x
     constrain = lambda x: jax.lax.with_sharding_constraint(x, batch)
-    params, loss = model(stacked=stacked, wrap=wrap, constrain=constrain)
-    return _native(split, mesh, loss, params, inner, tokens)
+    how = models.How(stacked, jax.checkpoint if remat else same, constrain if native else same)
+    params, loss, tokens = model(how)
+    tokens = jax.ShapeDtypeStruct(tokens.shape, tokens.dtype, sharding=batch)
+    if native:
+        return _native(split, mesh, loss, params, inner, tokens)
+    zero = jaxzero.Zero(mesh, stage=split, reduce_dtype=reduce_dtype)
+    return _ours(zero, loss, params, inner, tokens)
+
+
+def count(model: MakeModel) -> int:
+    """How many parameters a model has."""
+    return sum(x.size for x in jax.tree.leaves(model(models.How())[0]))
+
+
+def drawn(params: Any, seed: int = 0) -> Any:
+    """Values of these shapes."""
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(lambda x: jnp.asarray(0.05 * rng.standard_normal(x.shape, np.float32), x.dtype), params)
 
 
 def _native(kind: str, mesh: Mesh, loss: Any, params: Any, inner: Any, tokens: Any) -> Step:
@@ -113,13 +150,13 @@ def _native(kind: str, mesh: Mesh, loss: Any, params: Any, inner: Any, tokens: A
     return Step(run, lambda params: params, inner.init, _placed(params, at), _placed(state, state_at), tokens)
 
 
-def _ours(stage: int, mesh: Mesh, loss: Any, params: Any, inner: Any, tokens: Any) -> Step:
-    zero = jaxzero.Zero(mesh, stage=stage)
-    if stage == 3:
+def _ours(zero: jaxzero.Zero, loss: Any, params: Any, inner: Any, tokens: Any) -> Step:
+    mesh = zero.mesh
+    if zero.stage == 3:
         zero = zero.observe(loss, params, tokens)
     tx = zero.optimizer(inner)
     rest = jax.eval_shape(zero.shard, params)
-    specs = zero.specs(rest) if stage == 3 else jax.tree.map(lambda _: P(), rest)
+    specs = zero.specs(rest) if zero.stage == 3 else jax.tree.map(lambda _: P(), rest)
     rest = _placed(rest, jax.tree.map(lambda s: NamedSharding(mesh, s), specs))
 
     def run(params: Any, state: Any, tokens: Any) -> Any:

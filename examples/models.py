@@ -6,8 +6,10 @@
     jaxzero compile models:gpt_3b --topology v5e:4x4 --stage 3
 
 Each function returns what the command line expects: abstract parameters, the loss, and an abstract batch.
+The benchmarks take the same models, in every way in which `how` writes them.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -17,37 +19,78 @@ import jax.numpy as jnp
 Problem = tuple[Any, Callable[..., jax.Array], jax.ShapeDtypeStruct]
 
 
-def llama_8b() -> Problem:
-    """8.0 B parameters in bfloat16: grouped queries, rotary positions, gated networks; 64 texts of 2048 tokens."""
-    return llama(vocabulary=128256, width=4096, hidden=14336, layers=32, heads=32, groups=8, batch=(64, 2048))
+@dataclasses.dataclass(frozen=True)
+class How:
+    """How a model is written.
+
+    Attributes:
+      stacked: Whether its layers are stacked along a leading axis and scanned, or a list.
+      wrap: What goes around each layer.
+      constrain: What goes around the values between layers: native JAX needs a sharding constraint there to keep the
+        batch cut, jaxzero does not.
+    """
+
+    stacked: bool = True
+    wrap: Callable[..., Any] = jax.checkpoint
+    constrain: Callable[[jax.Array], jax.Array] = lambda x: x
+
+    def params(self, layers: int, block: dict[str, Any]) -> Any:
+        """The abstract parameters of all layers, from those of one."""
+        if not self.stacked:
+            return [block] * layers
+        return {name: jax.ShapeDtypeStruct((layers, *x.shape), x.dtype) for name, x in block.items()}
+
+    def through(self, layer: Callable[..., jax.Array], x: jax.Array, layers: Any) -> jax.Array:
+        """`x` through all layers."""
+        run = self.wrap(lambda x, p: self.constrain(layer(x, p)))
+        x = self.constrain(x)
+        if self.stacked:
+            return jax.lax.scan(lambda x, p: (run(x, p), None), x, layers)[0]
+        for p in layers:
+            x = run(x, p)
+        return x
 
 
-def gpt_3b() -> Problem:
-    """3.4 B parameters in float32, the embedding used at both ends; 32 texts of 512 tokens."""
-    return gpt(vocabulary=50257, width=2048, layers=65, heads=16, batch=(32, 512))
+def llama_8b(texts: int = 64, how: How = How()) -> Problem:
+    """8.0 B parameters in bfloat16: grouped queries, rotary positions, gated networks; texts of 2048 tokens."""
+    return llama(128256, width=4096, hidden=14336, layers=32, heads=32, groups=8, batch=(texts, 2048), how=how)
+
+
+def gpt_3b(texts: int = 32, how: How = How()) -> Problem:
+    """3.4 B parameters in float32, the embedding used at both ends; texts of 512 tokens."""
+    return gpt(32000, width=4096, layers=16, heads=8, batch=(texts, 512), how=how)
 
 
 # ---- Llama
 
 
 def llama(
-    vocabulary: int, width: int, hidden: int, layers: int, heads: int, groups: int, batch: tuple[int, int]
+    vocabulary: int,
+    *,
+    width: int,
+    hidden: int,
+    layers: int,
+    heads: int,
+    groups: int,
+    batch: tuple[int, int],
+    how: How = How(),
 ) -> Problem:
-    """A Llama whose layers are scanned, each inside `jax.checkpoint`."""
+    """A Llama."""
     weight = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
     per_head = width // heads
+    block = {
+        "query": weight(width, width),
+        "key": weight(width, groups * per_head),
+        "value": weight(width, groups * per_head),
+        "out": weight(width, width),
+        "gate": weight(width, hidden),
+        "up": weight(width, hidden),
+        "down": weight(hidden, width),
+        "norms": weight(2, width),
+    }
     params = {
         "embed": weight(vocabulary, width),
-        "layers": {
-            "query": weight(layers, width, width),
-            "key": weight(layers, width, groups * per_head),
-            "value": weight(layers, width, groups * per_head),
-            "out": weight(layers, width, width),
-            "gate": weight(layers, width, hidden),
-            "up": weight(layers, width, hidden),
-            "down": weight(layers, hidden, width),
-            "norms": weight(layers, 2, width),
-        },
+        "layers": how.params(layers, block),
         "norm": weight(width),
         "head": weight(width, vocabulary),
     }
@@ -62,8 +105,7 @@ def llama(
         return x + (jax.nn.silu(h @ p["gate"]) * (h @ p["up"])) @ p["down"]
 
     def loss(params: Any, tokens: jax.Array) -> jax.Array:
-        x = params["embed"][tokens[:, :-1]]
-        x, _ = jax.lax.scan(lambda x, p: (jax.checkpoint(layer)(x, p), None), x, params["layers"])
+        x = how.through(layer, params["embed"][tokens[:, :-1]], params["layers"])
         return cross_entropy(rms_norm(x, params["norm"]) @ params["head"], tokens[:, 1:])
 
     return params, loss, jax.ShapeDtypeStruct((batch[0], batch[1] + 1), jnp.int32)
@@ -87,44 +129,39 @@ def rms_norm(x: jax.Array, scale: jax.Array) -> jax.Array:
 # ---- GPT
 
 
-def gpt(vocabulary: int, width: int, layers: int, heads: int, batch: tuple[int, int]) -> Problem:
-    """A GPT whose layers are scanned, each inside `jax.checkpoint`."""
+def gpt(vocabulary: int, *, width: int, layers: int, heads: int, batch: tuple[int, int], how: How = How()) -> Problem:
+    """A GPT without biases."""
     weight = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
-    dense = lambda n, m: {"w": weight(layers, n, m), "b": weight(layers, m)}
-    norm = lambda *stack: {"scale": weight(*stack, width), "bias": weight(*stack, width)}
-    blocks = {
-        "norms": [norm(layers), norm(layers)],
-        "qkv": dense(width, 3 * width),
-        "out": dense(width, width),
-        "up": dense(width, 4 * width),
-        "down": dense(4 * width, width),
+    block = {
+        "norms": weight(2, width),
+        "qkv": weight(width, 3 * width),
+        "out": weight(width, width),
+        "up": weight(width, 4 * width),
+        "down": weight(4 * width, width),
     }
     params = {
         "embed": weight(vocabulary, width),
         "position": weight(batch[1], width),
-        "layers": blocks,
-        "norm": norm(),
+        "layers": how.params(layers, block),
+        "norm": weight(width),
     }
-    affine = lambda x, p: x @ p["w"] + p["b"]
 
     def layer(x: jax.Array, p: Any) -> jax.Array:
-        qkv = affine(layer_norm(x, p["norms"][0]), p["qkv"])
+        qkv = layer_norm(x, p["norms"][0]) @ p["qkv"]
         q, k, v = jnp.split(qkv.reshape(*x.shape[:2], heads, -1), 3, -1)
-        mixed = jax.nn.dot_product_attention(q, k, v, is_causal=True)
-        x = x + affine(mixed.reshape(x.shape), p["out"])
-        return x + affine(jax.nn.gelu(affine(layer_norm(x, p["norms"][1]), p["up"])), p["down"])
+        x = x + jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(x.shape) @ p["out"]
+        return x + jax.nn.gelu(layer_norm(x, p["norms"][1]) @ p["up"]) @ p["down"]
 
     def loss(params: Any, tokens: jax.Array) -> jax.Array:
-        x = params["embed"][tokens[:, :-1]] + params["position"]
-        x, _ = jax.lax.scan(lambda x, p: (jax.checkpoint(layer)(x, p), None), x, params["layers"])
+        x = how.through(layer, params["embed"][tokens[:, :-1]] + params["position"], params["layers"])
         return cross_entropy(layer_norm(x, params["norm"]) @ params["embed"].T, tokens[:, 1:])
 
     return params, loss, jax.ShapeDtypeStruct((batch[0], batch[1] + 1), jnp.int32)
 
 
-def layer_norm(x: jax.Array, p: Any) -> jax.Array:
-    """Mean 0, variance 1, then scale and bias."""
-    return jax.nn.standardize(x, epsilon=1e-5) * p["scale"] + p["bias"]
+def layer_norm(x: jax.Array, scale: jax.Array) -> jax.Array:
+    """Mean 0, variance 1, then scaled."""
+    return jax.nn.standardize(x, epsilon=1e-5) * scale
 
 
 def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:

@@ -14,7 +14,8 @@ _OPS = re.compile(r"(all-reduce|all-gather|reduce-scatter|all-to-all|collective-
 #: The computations of TPU programs in which an all-reduce keeps one share of its result.
 _FUSED_SCATTER = re.compile(r"all-reduce-scatter")
 _BEGINS, _ENDS = 'custom_call_target="AsyncCollectiveStart"', 'custom_call_target="AsyncCollectiveDone"'
-_LEAF = re.compile(r"leaf\(([^\"]*?)\)(?=[/\")]|$)")
+#: A path may hold parentheses of its own: `(root)`.
+_LEAF = re.compile(r'leaf\(((?:\([^()"]*\)|[^"])*?)\)(?=[/")]|$)')
 
 
 @dataclasses.dataclass(frozen=True)

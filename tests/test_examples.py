@@ -159,7 +159,7 @@ def test_shapes_have_a_loss(name):
     """What stands in `models.py` traces, with a gradient for every parameter."""
     params, loss, batch = getattr(models, name)()
     count = sum(math.prod(x.shape) for x in jax.tree.leaves(params))
-    assert count / 1e9 == pytest.approx({"llama_8b": 8.03, "gpt_3b": 3.38}[name], abs=0.01)
+    assert count / 1e9 == pytest.approx({"llama_8b": 8.03, "gpt_3b": 3.35}[name], abs=0.01)
     value, grads = jax.eval_shape(jax.value_and_grad(loss), params, batch)
     assert value.shape == ()
     assert jax.tree.map(lambda x: x.shape, grads) == jax.tree.map(lambda x: x.shape, params)

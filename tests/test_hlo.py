@@ -8,7 +8,7 @@ from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxzero
-from jaxzero import hlo_text
+from jaxzero import exchange, hlo_text
 
 HEADER = "HloModule m, is_scheduled=true, num_partitions=8\n"
 
@@ -35,6 +35,15 @@ def test_groups_in_every_way_of_printing_them(text):
     assert found.axes == {2: ("node",), 4: ("local",), 8: ("node", "local")}[size]
     (found,) = jaxzero.collectives(program)
     assert found.axes is None  # a text alone has no mesh
+
+
+@pytest.mark.parametrize("leaf", ["layers/0/w", "(root)", "dense(1)/w", "a)b"])
+@pytest.mark.parametrize("name", ["jit(step)/{}/all_gather", "jit(step)/transpose(jvp({}))/reduce_scatter", "{}"])
+def test_leaves_in_names(leaf, name):
+    name = name.format(exchange.leaf_scope(leaf))
+    line = f'  %a = f32[8]{{0}} all-gather(%x), replica_groups={{}}, metadata={{op_name="{name}"}}'
+    (found,) = jaxzero.collectives(HEADER + "ENTRY %main () -> f32[8] {\n" + line)
+    assert found.leaf == leaf
 
 
 PROGRAM = (

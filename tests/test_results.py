@@ -1,44 +1,51 @@
 """The page of measurements: what is compared is one training step, and what is written is what was measured."""
 
-import functools
 import json
 
 import jax
-import jax.numpy as jnp
+import models
 import numpy as np
 import optax
 import pytest
 import report
 import results
-import shapes
 import ways
 
-TINY = dict(vocabulary=41, width=16, layers=2, length=8, heads=2)
+TINY = dict(vocabulary=41, width=16, layers=2, heads=2)
+LLAMA = dict(vocabulary=19, width=16, hidden=24, layers=2, heads=4, groups=2, batch=(2, 4))
 
 
-def test_sizes_of_the_models():
-    assert shapes.count(shapes.llama()[0]) / 1e9 == pytest.approx(8.0, abs=0.05)
-    for model in (functools.partial(shapes.gpt, **TINY), functools.partial(shapes.llama, width=64, layers=2)):
-        assert shapes.count(model(stacked=True)[0]) == shapes.count(model(stacked=False)[0])
+def gpt(how):
+    return models.gpt(**TINY, batch=(16, 8), how=how)
 
 
-def test_the_llama_is_a_loss():
-    small = dict(vocabulary=19, width=16, hidden=24, layers=2, heads=4, groups=2)
-    params, loss = shapes.llama(**small, wrap=jax.checkpoint)
-    values = [float(jax.jit(loss)(shapes.drawn(params), jnp.full((2, 5), i))) for i in (3, 7)]
-    assert values == pytest.approx([np.log(19)] * 2, rel=0.1)  # weights are small: nearly even odds
+def llama(how):
+    return models.llama(**LLAMA, how=how)
 
 
-@pytest.mark.parametrize("way", [w if "2" in w else pytest.param(w, marks=pytest.mark.slow) for w in ways.WAYS])
+@pytest.mark.parametrize("model", [gpt, llama])
+def test_a_model_is_the_same_stacked_or_not(model):
+    params, loss, batch = model(models.How())
+    listed, its_loss, _ = model(models.How(stacked=False, wrap=lambda f: f))
+    whole = ways.drawn(params)
+    again = {**whole, "layers": [jax.tree.map(lambda x, i=i: x[i], whole["layers"]) for i in range(2)]}
+    tokens = jax.random.randint(jax.random.key(0), batch.shape, 0, 19)
+    value = float(jax.jit(loss)(whole, tokens))
+    assert value == pytest.approx(np.log(params["embed"].shape[0]), rel=0.1)  # small weights: nearly even odds
+    assert float(jax.jit(its_loss)(again, tokens)) == pytest.approx(value, rel=1e-3)
+    kinds = lambda tree: jax.tree.map(lambda x: (x.shape, x.dtype), tree)
+    assert kinds(listed) == kinds(again)
+
+
+@pytest.mark.parametrize("way", [w if w == "stage 2" else pytest.param(w, marks=pytest.mark.slow) for w in ways.WAYS])
 def test_every_way_is_the_same_step(mesh8, way):
     """From equal parameters all ways give the loss of the replicated one, and keep their arguments' placement."""
-    model = functools.partial(shapes.gpt, **TINY)
-    split, remat, stacked = ways.WAYS[way]
-    assert way not in ways.BESIDE or ways.WAYS[ways.BESIDE[way]][1:] == (remat, stacked)
-    params, loss = model(stacked=stacked)
-    whole = shapes.drawn(params)
+    split, remat, stacked, _ = ways.WAYS[way]
+    assert way not in ways.BESIDE or ways.WAYS[ways.BESIDE[way]][1:3] == (remat, stacked)
+    params, loss, _ = gpt(models.How(stacked))
+    whole = ways.drawn(params)
     tokens = jax.random.randint(jax.random.key(1), (16, 9), 0, 41)
-    step = ways.step(way, mesh8, model, optax.sgd(0.1), tokens.shape)
+    step = ways.step(way, mesh8, gpt, optax.sgd(0.1))
     put = lambda tree, like: jax.tree.map(lambda x, y: jax.device_put(x, y.sharding), tree, like)
     expected = loss(whole, tokens)
     arguments = put(step.shard(whole), step.params), step.init(step.shard(whole)), put(tokens, step.tokens)
@@ -62,7 +69,7 @@ def test_page(tmp_path, monkeypatch, capsys):
         base | dict(way="FSDP", milliseconds=10.0, total=4_000_000),
         base | dict(way="stage 3", milliseconds=15.0, total=1_000_000),
     ]
-    about = dict(parameters=9, batch=16, rounds=5, **TINY)
+    about = dict(parameters=9, batch=16, length=8, rounds=5, **TINY)
     (results.FOLDER / "step_time.json").write_text(json.dumps(document(steps, about)))
     sizes = dict(model="gpt", arguments=2e9, peak=None, sent=1e9, hidden=0.5, seconds=7.0)
     large = [
