@@ -186,8 +186,9 @@ def main() -> None:
         "Written by `make bench`, which runs all that this machine can: the tables for GPUs and TPUs need their JAX "
         'plug-ins (`pip install "jaxzero[cuda]"`, `"jaxzero[tpu]"`) and no accelerator. `total` is what a device must '
         "have: arguments, temporaries and results, donated ones once. `hidden`: the share of large gathers that XLA "
-        "schedules with a matrix product between start and end. Gradients are summed in float32 by jaxzero, in their "
-        "own dtype by native JAX, which for bfloat16 sends half as much.",
+        "schedules with a matrix product between start and end. jaxzero sums gradients in float32 unless told "
+        "otherwise, native JAX in their own dtype: to native bfloat16 the rows `sums in bfloat16` (`reduce_dtype`) "
+        "compare.",
     ]
     if document := results.read("step_time"):
         parts.append(step_time(document))

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax import lax
+from jax.sharding import Mesh
 
 from . import partition
 from ._compat import Literal
@@ -42,7 +43,7 @@ def to_host(x: Any) -> Any:
 
 def lacking(mesh: Any) -> set[str]:
     """The memory kinds of a mesh's devices, where they are known and the host's is not among them."""
-    devices = getattr(mesh, "local_devices", None) or []  # an abstract mesh has none, a machine elsewhere no memories
+    devices = mesh.local_devices if isinstance(mesh, Mesh) else []  # a machine elsewhere has no memories
     kinds = {m.kind for device in devices[:1] for m in device.addressable_memories()}
     return set() if KIND in kinds else kinds
 

@@ -7,7 +7,7 @@ import jax
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from . import plan_table, plan_traffic, wrapper
+from . import offload, plan_table, plan_traffic, wrapper
 from .flat_program import nbytes
 from .layout import Shape, is_split
 from .losses import How
@@ -21,24 +21,31 @@ from .state import Leaf, Leaves, is_key, owner
 
 @dataclasses.dataclass(frozen=True)
 class AtRest:
-    """Bytes that one device holds between two steps.
+    """Bytes that one device holds between two steps, in its own memory and in the host's.
 
     Attributes:
       stage: The stage; 0 without sharding.
       parameters: Bytes of parameters.
       gradients: Bytes of gradients, as `value_and_grad` returns them.
       state: Bytes of optimizer state.
+      host: Of parameters and state, the bytes that rest in the host's memory (`offload`).
     """
 
     stage: int
     parameters: int
     gradients: int
     state: int
+    host: int = 0
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """Parameters, gradients and state, wherever they rest."""
         return self.parameters + self.gradients + self.state
+
+    @property
+    def device(self) -> int:
+        """What of it rests in the device's memory."""
+        return self.total - self.host
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,7 +108,7 @@ class Plan:
 
     @property
     def total(self) -> int:
-        """Bytes per device at rest."""
+        """Bytes per device at rest, those in the host's memory among them."""
         return self.at_rest[self.stage].total
 
     @property
@@ -112,11 +119,13 @@ class Plan:
     def to_dict(self) -> dict[str, Any]:
         """Everything, in dicts, lists, strings and numbers only: for `json.dumps`."""
         out = dataclasses.asdict(self) | {"mesh": dict(self.mesh)}
-        out["at_rest"] = [dataclasses.asdict(row) | {"total": row.total} for row in self.at_rest]
+        out["at_rest"] = [dataclasses.asdict(row) | {"total": row.total, "device": row.device} for row in self.at_rest]
         return out | {"total": self.total, "sent": self.sent}
 
     def __repr__(self) -> str:
-        sizes = f"{size_text(self.total)} at rest, {size_text(self.sent)} sent"
+        host = self.at_rest[self.stage].host
+        resting = f"{size_text(self.total)} at rest" + (f" ({size_text(host)} on the host)" if host else "")
+        sizes = f"{resting}, {size_text(self.sent)} sent"
         return f"Plan(stage={self.stage}, {len(self.leaves)} leaves, {sizes})"
 
     def __str__(self) -> str:
@@ -147,9 +156,10 @@ def make(options: Options, params: Any, inner: optax.GradientTransformation | No
     _check(params)
     leaves = options.leaves(params, axes.n)
     resting = plan_traffic.at_rest(options, leaves)
-    own, other, unsharded = _state(options, leaves, resting, inner)
+    own, other, hosted, unsharded = _state(options, leaves, resting, inner)
     buckets = plan_traffic.buckets(options, leaves, axes)
     traffic, chunks = plan_traffic.trace(options, leaves, inner, resting, how)
+    state = sum(own.values()) + other
     return Plan(
         options.stage,
         tuple(options.mesh.shape.items()),
@@ -157,7 +167,10 @@ def make(options: Options, params: Any, inner: optax.GradientTransformation | No
         axes.replica,
         tuple(_row(options, leaf, own.get(leaf.path, 0), buckets, chunks) for leaf in leaves.leaves),
         other,
-        tuple(_at_rest(options, s, leaves, sum(own.values()) + other if s else unsharded) for s in (0, *STAGES)),
+        (
+            _at_rest(options, 0, leaves, unsharded, 0),
+            *(_at_rest(options, s, leaves, state, hosted + _hosted(options, leaves, s)) for s in STAGES),
+        ),
         traffic,
         _notes(options, inner, how, leaves),
     )
@@ -221,13 +234,20 @@ def _row(options: Options, leaf: Leaf, state: int, buckets: dict[Any, int], chun
     )
 
 
-def _at_rest(options: Options, stage: int, leaves: Leaves, state: int) -> AtRest:
+def _at_rest(options: Options, stage: int, leaves: Leaves, state: int, host: int) -> AtRest:
     return AtRest(
         stage,
         sum(_param_bytes(options, leaf, stage) for leaf in leaves.leaves),
         sum(_grad_bytes(options, leaf, stage) for leaf in leaves.leaves),
         state,
+        host,
     )
+
+
+def _hosted(options: Options, leaves: Leaves, stage: int) -> int:
+    """Bytes of parameters in the host's memory."""
+    kind = lambda leaf: options.memory_kind("params", leaf.layout)
+    return sum(_param_bytes(options, leaf, stage) for leaf in leaves.leaves if kind(leaf))
 
 
 def _param_bytes(options: Options, leaf: Leaf, stage: int) -> int:
@@ -250,15 +270,16 @@ def _local(options: Options, shape: Shape, spec: PartitionSpec) -> Shape:
 
 def _state(
     options: Options, leaves: Leaves, resting: Any, inner: optax.GradientTransformation | None
-) -> tuple[dict[Any, int], int, int]:
-    """Bytes per device of state by the key path of its parameter, of other state, and of all state unsharded."""
+) -> tuple[dict[Any, int], int, int, int]:
+    """Bytes per device of state: by the key path of its parameter; of other state; on the host; of all unsharded."""
     if inner is None:
-        return {}, 0, 0
+        return {}, 0, 0, 0
     by_path = {leaf.path: leaf for leaf in leaves.leaves}
     own: dict[Any, int] = {}
-    other = 0
+    other = hosted = 0
     for path, x in jax.tree_util.tree_leaves_with_path(wrapper.wrap(options, inner, False).init(resting)):
         size = nbytes(x.sharding.shard_shape(x.shape), x.dtype)
+        hosted += size * (x.sharding.memory_kind == offload.KIND)
         leaf = owner(path, None, by_path)
         if leaf is None:
             other += size
@@ -269,4 +290,4 @@ def _state(
     for path, x in jax.tree_util.tree_leaves_with_path(plain):
         leaf = owner(path, x.shape, by_path)
         unsharded += nbytes(x.shape if leaf is None else _local(options, x.shape, leaf.spec(None)), x.dtype)
-    return own, other, unsharded
+    return own, other, hosted, unsharded

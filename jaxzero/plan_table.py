@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 WIDTH = 100
 NAMES = ("unsharded", "stage 1", "stage 2", "stage 3")
 PARTS = {"parameters": "parameters", "gradients": "gradients", "state": "optimizer state"}
+PLACES = {"host": "of it on the host", "device": "on the device"}
 
 
 def text(plan: "Plan") -> str:
@@ -42,7 +43,8 @@ def plot(plan: "Plan", ax: Any = None) -> Any:
         bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
     for i, row in enumerate(plan.at_rest):
         ax.text(i, bottom[i], size_text(row.total), ha="center", va="bottom")
-    ax.set_ylabel("GB per device at rest")
+    hosted = any(row.host for row in plan.at_rest)
+    ax.set_ylabel("GB per device at rest" + (", host memory included" if hosted else ""))
     ax.set_title(_mesh(plan))
     ax.legend()
     return ax
@@ -104,7 +106,8 @@ def _leaves(plan: "Plan") -> Any:
 def _at_rest(plan: "Plan") -> Any:
     names = [name + (" *" if i == plan.stage else "") for i, name in enumerate(NAMES)]
     table = _table("per device at rest (* this plan)", ("", *names))
-    for part, label in (PARTS | {"total": "total"}).items():
+    places = PLACES if any(row.host for row in plan.at_rest) else {}
+    for part, label in (PARTS | {"total": "total"} | places).items():
         table.add_row(label, *(size_text(getattr(row, part)) for row in plan.at_rest))
     return table
 

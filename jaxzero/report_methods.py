@@ -116,7 +116,8 @@ class ReportMethods(LossMethods):
         step is one of `value_and_grad` and `apply`, or does by hand what they do, in or outside `shard_map`. Stage 3
         is checked against the loss that `observe` saw; without one only what is missing shows, not what is too much.
         Programs for TPUs show gathers and reduce-scatters as all-reduces and send bfloat16 for float32, so there only
-        the sum of traffic per axis is checked, within a factor of two.
+        the sum of traffic per axis is checked, up to what all-reduces in their place would send: whole gradients that
+        are summed at stage 2 do not show.
 
         Args:
           compiled: What `jax.jit(step, donate_argnums=(0, 1)).lower(*args).compile()` returned, or its `as_text()`.

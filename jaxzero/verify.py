@@ -19,6 +19,8 @@ from .state import Leaf
 CALL = "verify"
 #: Bytes below which a collective, an argument or a difference is no matter.
 SMALL = 4096
+#: Collectives of all kinds together.
+ANY = "traffic"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,11 +120,13 @@ def _traffic(
     for x in found:
         if x.sent and set(x.axes or ()) & set(axes.every):
             sent[x.kind, x.axes or ()] = sent.get((x.kind, x.axes or ()), 0.0) + x.sent
-    if program.on_tpu:
+    most = promised
+    if program.on_tpu:  # an all-reduce sends twice what it stands for
+        most = _together({key: nbytes if key[0] == REDUCE else 2 * nbytes for key, nbytes in promised.items()})
         promised, sent = _together(promised), _together(sent)
     for key in sorted({*promised, *sent}):
         want, have = promised.get(key, 0.0), sent.get(key, 0.0)
-        low, high = _limits(options, program, key[0], want)
+        low, high = _limits(options, program, key[0], want, most.get(key, 0.0))
         what = f"{key[0]} over {'+'.join(key[1])}"
         if have < low:
             yield Check(what, want, have, "missing", _missing(key[0], axes))
@@ -137,12 +141,12 @@ def _together(sent: dict[tuple[str, tuple[str, ...]], float]) -> dict[tuple[str,
     """All kinds in one: XLA makes all-reduces of gathers and reduce-scatters for TPUs."""
     out: dict[tuple[str, tuple[str, ...]], float] = {}
     for (_, over), nbytes in sent.items():
-        out["traffic", over] = out.get(("traffic", over), 0.0) + nbytes
+        out[ANY, over] = out.get((ANY, over), 0.0) + nbytes
     return out
 
 
-def _limits(options: Options, program: Program, kind: str, promised: float) -> tuple[float, float]:
-    """The least and the most that keep a promise.
+def _limits(options: Options, program: Program, kind: str, promised: float, most: float) -> tuple[float, float]:
+    """The least and the most that keep a promise; `most`: what XLA may make of it.
 
     For CPUs XLA may merge the gathers of one parameter; for TPUs it sends operands of products as bfloat16, sums
     before a loop ends what was to be reduced in each turn, and reduces what was to be gathered. What a loss does with
@@ -151,11 +155,11 @@ def _limits(options: Options, program: Program, kind: str, promised: float) -> t
     seen = options.stage < 3 or (options.observed is not None and options.observed.loss is not None)
     if promised <= SMALL:
         return 0.0, SMALL + promised if seen or kind == REDUCE else float("inf")
-    low, high = 0.99 * promised, 1.01 * promised + SMALL
+    low, high = 0.99 * promised, 1.01 * most + SMALL
     if options.stage == 3 and kind == GATHER:
         low = 0.2 * promised
     if program.on_tpu:
-        low, high = 0.2 * promised, 2.05 * promised + SMALL
+        low = 0.2 * promised
     return low, high if seen or kind == REDUCE else float("inf")
 
 
@@ -169,12 +173,13 @@ def _missing(kind: str, axes: Axes) -> str:
 
 def _extra(key: tuple[str, tuple[str, ...]], axes: Axes) -> str:
     kind, over = key
-    if kind == REDUCE and set(over) & set(axes.shard):
+    reduced = kind in (REDUCE, ANY)
+    if reduced and set(over) & set(axes.shard):
         return (
             f"where jax.grad stands inside shard_map, jax.lax.pcast(params, {axes.every}, to='varying') before it, or "
             "autodiff sums whole gradients; and no jax.lax.psum of gradients."
         )
-    if kind == REDUCE:
+    if reduced:
         return f"reduce over {axes.replica} once, after the loop over micro-steps, and only the share."
     return f"gather and reduce once, over {axes.shard}, by zero.value_and_grad and zero.apply alone."
 

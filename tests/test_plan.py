@@ -17,7 +17,7 @@ from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
 import jaxzero
-from jaxzero import plan_table, stand_in
+from jaxzero import partition, plan_table, stand_in
 from jaxzero.state import leaves_of
 
 
@@ -111,6 +111,34 @@ def test_totals_of_all_stages_are_those_of_their_own_plans(mesh8):
         assert plan.at_rest == plans[0].at_rest
         assert plan.total == plans[0].at_rest[plan.stage].total
     assert plans[0].at_rest[0].parameters == held(params)
+
+
+@pytest.mark.parametrize(
+    ("stage", "offload"),
+    [
+        (3, ("state", "params")),
+        *(
+            pytest.param(s, o, marks=pytest.mark.slow)
+            for s, o in [(1, ("state", "params")), (2, ("state",)), (3, ("state",))]
+        ),
+    ],
+)
+def test_what_rests_on_the_host(mesh8, stage, offload):
+    inner, params = INNERS["adamw"](), TREES["odd"]() | {"n": jnp.arange(3)}
+    zero = jaxzero.Zero(mesh8, stage=stage, offload=offload)
+    plan, without = zero.plan(params, inner), jaxzero.Zero(mesh8, stage=stage).plan(params, inner)
+    split = zero.shard(params)
+    arrays = jax.tree.leaves((split, zero.optimizer(inner).init(split)))
+    row = plan.at_rest[stage]
+    assert row.host == held([x for x in arrays if x.sharding.memory_kind == "pinned_host"]) > 0
+    assert row.device + row.host == row.total == without.total
+    assert (plan.at_rest[0].host, without.at_rest[stage].host) == (0, 0)
+    abstract = jaxzero.Zero(AbstractMesh((8,), ("data",)), stage=stage, offload=offload)
+    assert abstract.plan(params, inner).at_rest == plan.at_rest
+    (line,) = [line for line in str(plan).splitlines() if line.startswith(" of it on the host")]
+    assert partition.size_text(row.host) in line
+    assert "on the host" in repr(plan)
+    assert "host" not in f"{without} {without!r}"
 
 
 def test_a_plan_of_split_parameters_is_that_of_whole_ones(mesh8):
