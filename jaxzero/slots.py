@@ -90,7 +90,9 @@ def gathers(
     recent: Slot | None = None
     last = 0
     for i, u in uses:
-        if any(last < scan < i for scan in scans):
+        # With no prefetch nothing lasts from the forward into the backward pass either: what the loss makes of the
+        # parameter's last use would be beside it.
+        if any(last < scan < i for scan in scans) or (options.prefetch == 0 and last <= end < i):
             recent = None
         last = i
         region = regions[i]

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.extend.core import Literal
 
 import jaxzero
 from jaxzero import partition, schedule
@@ -55,3 +56,41 @@ def test_the_logits_of_a_scanned_model_wait_for_its_blocks(mesh8):
     (scan,) = [i for i, step in enumerate(flat.steps) if step in plan.scans]
     embedding, logits = (s for s in plan.slots if nbytes(s.units[0].source.aval.shape, F32) == 4 * 1024 * width)
     assert embedding.step < scan < logits.tied <= logits.step
+
+
+@pytest.mark.parametrize(("prefetch", "gathers_of_a"), [(0, 2), (1, 1)])
+def test_with_no_prefetch_nothing_stays_whole_from_forward_to_backward(prefetch, gathers_of_a):
+    slots, uses = gathers(
+        [(1, A), (3, A), (4, A)], {A: 4 * 2**20}, [None] * 9, 2, Options(prefetch=prefetch), {}
+    )  # the forward pass ends at step 2
+    assert len(slots) == gathers_of_a
+    assert uses[3][A] is uses[4][A] is slots[-1]
+    assert slots[-1].late is (prefetch == 0)
+
+
+def test_a_large_array_of_constants_is_made_after_the_forward_pass(mesh8):
+    """Such as the gradient of picking a logit: XLA:GPU fills it while the embedding is gathered, beside logits."""
+
+    def loss(p, x):
+        return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(p["wte"][x] @ p["wte"].T), x[:, None], -1))
+
+    params, tokens = {"wte": jnp.zeros((1000, 64))}, jnp.zeros(16, int)
+    zero = jaxzero.Zero(mesh8, stage=3, chunk_bytes=1000, persist_bytes=0).observe(loss, params, tokens)
+    split = jax.eval_shape(zero.shard, params)
+    (region,) = (
+        eqn.params["jaxpr"]
+        for eqn in jax.make_jaxpr(zero.value_and_grad(loss))(split, tokens).eqns
+        if eqn.primitive.name == "shard_map"
+    )
+    made = {v: eqn for eqn in region.eqns for v in eqn.outvars}
+    (fill,) = (
+        eqn
+        for eqn in region.eqns
+        if eqn.primitive.name == "broadcast_in_dim"
+        and eqn.outvars[0].aval.shape == (2, 1000)
+        and not eqn.invars[0].aval.ndim
+    )
+    barrier = made[fill.invars[0]]
+    assert barrier.primitive.name == "optimization_barrier"
+    waits_for = [made[v].primitive.name for v in barrier.invars if not isinstance(v, Literal) and v in made]
+    assert "neg" in waits_for  # the loss itself
