@@ -77,7 +77,8 @@ class _Evaluation:
             ins = self._operands(step, ties.get(number, ()))
             ins = self._with_views(number, step, ins)
             if step in plan.fills:
-                ins = self._after_forward(ins)
+                end = plan.fills[step]
+                (self.env[end],), ins = _barrier([self.env[end]], [self._type(jnp.asarray(x)) for x in ins])
             self._results(step, self._compute(step, ins))
         outs = []
         for i, x in enumerate(flat.outs):
@@ -115,12 +116,6 @@ class _Evaluation:
                 ins[i] = jnp.full(aval.shape, x)
         self.tied.update(zip(slots, shares, strict=True))
         return ins
-
-    def _after_forward(self, constants: Sequence[Any]) -> list[Any]:
-        """Constants that wait for the end of the forward pass."""
-        turn = self.plan.turn
-        (self.env[turn],), out = _barrier([self.env[turn]], [self._type(jnp.asarray(x)) for x in constants])
-        return out
 
     def _settle(self, data: Sequence[Any], later: Any, flying: int) -> tuple[list[Any], Any]:
         """A barrier: `later` waits for `data`, and both for all gradients but the last `flying` that are whole."""

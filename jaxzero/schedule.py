@@ -58,8 +58,8 @@ class Schedule:
       uses: Step number -> {unit: its gather}; the number of steps stands for the results.
       lazy: Positions of results that stay views: a scan does not stack them.
       flying: How many whole gradients may be on their way when the next is made.
-      turn: The result that ends the forward pass, if a step makes it.
-      fills: Steps of the backward pass that make large arrays of constants: they wait for the forward pass.
+      fills: Steps of the backward pass that make large arrays of constants -> what ends the forward pass, for
+        which they wait.
     """
 
     flat: Flat
@@ -74,8 +74,7 @@ class Schedule:
     uses: dict[int, dict[Unit, Slot]]
     lazy: set[int]
     flying: int
-    turn: Var | None = None
-    fills: set[Step] = dataclasses.field(default_factory=set)
+    fills: dict[Step, Var] = dataclasses.field(default_factory=dict)
 
     def passive(self, step: Step) -> bool:
         """Whether a step computes nothing: its results are views or it only adds terms."""
@@ -132,9 +131,9 @@ def plan(
             through = viewing.view_through(step, schedule.views)
             if through is not None:
                 schedule.views.update(zip(step.outs, through, strict=True))
-    if turn is not None and end >= 0:
-        schedule.turn = flat.outs[turn]  # type: ignore[assignment]
-        schedule.fills = _fills(flat.steps[end + 1 :], options.chunk_bytes or 0)
+    last = None if turn is None else flat.outs[turn]
+    if isinstance(last, Var) and end >= 0:
+        schedule.fills = dict.fromkeys(_fills(flat.steps[end + 1 :], options.chunk_bytes or 0), last)
     behind = range(len(flat.outs) if stacked is None else stacked, len(flat.outs))
     schedule.lazy = {i for i in behind if i not in grads and flat.outs[i] in schedule.views}
     _late_gradients(schedule, options)
@@ -169,10 +168,10 @@ def _turn(flat: Flat, turn: int | None) -> int:
     return next((i for i, s in enumerate(flat.steps) if flat.outs[turn] in s.outs), -1)
 
 
-def _fills(steps: Sequence[Step], least: int) -> set[Step]:
+def _fills(steps: Sequence[Step], least: int) -> list[Step]:
     """Steps that make at least `least` bytes of constants: nothing else would keep them from running at once."""
     fills = (s for s in steps if s.eqn is not None and not any(isinstance(x, Var) for x in s.ins))
-    return {s for s in fills if s.ins and sum(nbytes(v.aval.shape, v.aval.dtype) for v in s.outs) >= least}
+    return [s for s in fills if s.ins and sum(nbytes(v.aval.shape, v.aval.dtype) for v in s.outs) >= least]
 
 
 def _scan(schedule: Schedule, step: Step, options: Options, late: bool) -> None:
