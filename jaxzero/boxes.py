@@ -1,11 +1,13 @@
-"""Boxes around parameters, as `flax.linen.Partitioned`: which mesh axes they name, and what is inside."""
+"""Boxes around parameters, as `flax.linen.Partitioned` and `flax.nnx.Param`: which mesh axes they name."""
 
 import difflib
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 
+from .layout import is_split
 from .mesh import path_text
 from .options import Options
 
@@ -24,33 +26,54 @@ def opened(tree: Any) -> Any:
 
 
 def check(call: str, options: Options, tree: Any) -> None:
-    """Refuses boxes that name an axis other than those of `options`, which say how a leaf is cut."""
+    """Refuses boxes that name an axis other than those of `options`, which say how a leaf is cut.
+
+    Of an `nnx.Variable` only axes of the mesh count: Flax itself refuses others, or takes them for logical names.
+    """
     mesh = options.mesh or jax.sharding.get_abstract_mesh()
     own = options.replica_axes + options.shard_axes
-    for path, x in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_box):
-        for name in _axes(x) if is_box(x) else ():
-            if name in own:
+    for path, x in jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_annotated):
+        box = is_box(x)
+        for name in _axes(x):
+            if name in own or not box and name not in mesh.axis_names or name in _kept(options, path, x):
                 continue
-            found = (
-                f"{call}: parameter leaf {path_text(path)!r} is a {type(x).__name__} box with names={x.names}. "
-                f"Found axis {name!r}; expected"
-            )
+            where = f"box with names={x.names}" if box else f"with out_sharding={x.get_metadata('out_sharding')}"
+            found = f"{call}: parameter leaf {path_text(path)!r} is a {type(x).__name__} {where}. Found axis {name!r}; "
             if name in mesh.axis_names:
                 raise ValueError(
-                    f"{found} only the axes of this Zero, {own}: a leaf sharded over another one is tensor parallel. "
-                    "Fix: None in its place, or flax.linen.unbox(params)."
+                    f"{found}expected only the axes of this Zero, {own}, and those of its param_specs: a leaf sharded "
+                    "over another one is tensor parallel. Fix: Zero(..., param_specs=flax."
+                    f"{'linen' if box else 'nnx'}.get_partition_spec(params)) keeps it so; or None in its place."
                 )
             near = difflib.get_close_matches(str(name), mesh.axis_names, 1)
             raise ValueError(
-                f"{found} one of the mesh axes {mesh.axis_names}. Fix: "
+                f"{found}expected one of the mesh axes {mesh.axis_names}. Fix: "
                 + (f"did you mean {near[0]!r}? " if near else "")
                 + "None for a dimension that is not sharded; logical names need flax.linen.with_logical_partitioning."
             )
 
 
-def _axes(box: Any) -> list[Any]:
+def _is_annotated(x: Any) -> bool:
+    return is_box(x) or _is_variable(x)
+
+
+def _is_variable(x: Any) -> bool:
+    nnx = sys.modules.get("flax.nnx")
+    return nnx is not None and isinstance(x, nnx.Variable)
+
+
+def _axes(x: Any) -> list[Any]:
     """The mesh axes that a box names; logical names become those that Flax's rules give them."""
-    names = box.names
-    if hasattr(box, "rules"):
-        names = sys.modules["flax.linen"].logical_to_mesh_axes(names, box.rules)
-    return [a for part in names or () for a in (part if isinstance(part, tuple) else (part,)) if a is not None]
+    if _is_variable(x):
+        parts = sys.modules["flax.nnx"].get_partition_spec(x).get_value()
+    else:
+        parts = x.names if is_box(x) else ()
+        if hasattr(x, "rules"):
+            parts = sys.modules["flax.linen"].logical_to_mesh_axes(parts, x.rules)
+    return [a for part in parts or () for a in (part if isinstance(part, tuple) else (part,)) if a is not None]
+
+
+def _kept(options: Options, path: Any, box: Any) -> Iterator[str]:
+    """The other mesh axes that `param_specs` names for what is in a box."""
+    for inner, leaf in jax.tree_util.tree_leaves_with_path(box, is_leaf=is_split):
+        yield from (a for part in options.beside((*path, *inner), leaf) for a in part)

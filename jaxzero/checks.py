@@ -10,14 +10,17 @@ import optax
 from jax.sharding import NamedSharding
 
 from . import boxes
-from .layout import is_split
-from .mesh import Axes, path_text, varying
+from .layout import is_split, partition_spec
+from .mesh import Axes, check_placement, path_text, varying
 from .options import Options
 from .state import Leaf, Leaves, StateLeaf, shape_dtype
 
 
 def parameters(call: str, options: Options, params: Any) -> None:
-    """Refuses leaves that are no arrays, and boxes that name axes which are not this `Zero`'s."""
+    """Refuses leaves that are no arrays, and those that axes shard, or boxes name, which are not this `Zero`'s.
+
+    At stages 1 and 2 these would be made whole over the other axes, without a word.
+    """
     for path, x in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_split):
         if not hasattr(x, "dtype") and not isinstance(x, (bool, int, float, complex)):
             raise ValueError(
@@ -26,6 +29,11 @@ def parameters(call: str, options: Options, params: Any) -> None:
                 "eqx.is_inexact_array)[0] and combine inside the loss."
             )
     boxes.check(call, options, params)
+    own = options.replica_axes + options.shard_axes
+    for path, x in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_split):
+        seen = not isinstance(x, jax.core.Tracer) and isinstance(getattr(x, "sharding", None), NamedSharding)
+        if seen and options.mesh is not None:
+            check_placement(call, options.mesh, path, x, own, partition_spec(options.beside(path, x)))
 
 
 def same_leaves(call: str, grads: Any, params: Any) -> None:

@@ -42,8 +42,8 @@ class LossMethods(Options):
           >>> def loss(w, x):
           ...     return jnp.mean(jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0])
           >>> zero = zero.observe(loss, jnp.ones((3, 16, 16)), jnp.ones((8, 16)))
-          >>> tuple(zero.shard(jnp.ones((3, 16, 16))).sharding.spec)
-          (None, 'data')
+          >>> zero.shard(jnp.ones((3, 16, 16))).addressable_shards[0].data.shape
+          (3, 2, 16)
         """
         observed, stacked = observing.observe(self, loss_fn, params, batch, _positions(whole_argnums))
         return dataclasses.replace(self, stacked=stacked, observed=observed)

@@ -11,6 +11,8 @@ import numpy as np
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
+from .layout import partition_spec
+
 AxisNames = str | Sequence[str]
 
 
@@ -155,8 +157,11 @@ def resolve(call: str, mesh: Any, shard: tuple[str, ...], replica: tuple[str, ..
 
 def for_losses(mesh: Any, axes: Axes) -> AbstractMesh:
     """The mesh of a loss that is traced outside any region: its constraints may name axes of the compiler's."""
-    if mesh is None or set(mesh.axis_names) <= set(axes.every):
-        return AbstractMesh((), ())
+    return AbstractMesh((), ()) if mesh is None or set(mesh.axis_names) <= set(axes.every) else all_auto(mesh)
+
+
+def all_auto(mesh: Any) -> AbstractMesh:
+    """The mesh, without its devices and with the types of its axes left to the compiler."""
     return AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
 
 
@@ -211,9 +216,21 @@ def abstract(
     specs = [specs] * len(shapes) if isinstance(specs, PartitionSpec) else specs
     kinds = [None] * len(shapes) if kinds is None else kinds
     return [
-        jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec, memory_kind=kind))
+        jax.ShapeDtypeStruct(shape, dtype, sharding=written(mesh, spec, len(shape), kind))
         for (shape, dtype), spec, kind in zip(shapes, specs, kinds, strict=True)
     ]
+
+
+def written(mesh: Any, spec: PartitionSpec, ndim: int, kind: str | None = None) -> NamedSharding:
+    """The placement of an array by its spec, written as JAX writes those of results: one program serves both.
+
+    Of an Explicit mesh it writes an entry for each dimension, of an Auto one no axis of a single device.
+    """
+    if AxisType.Explicit in mesh.axis_types:
+        spec = PartitionSpec(*spec, *[None] * (ndim - len(spec)))
+    else:
+        spec = partition_spec([tuple(a for a in names(part) if mesh.shape[a] > 1) for part in spec])
+    return NamedSharding(mesh, spec, memory_kind=kind)
 
 
 def put(x: Any, target: Any) -> jax.Array:
@@ -236,13 +253,7 @@ def put(x: Any, target: Any) -> jax.Array:
 
 
 def place_all(
-    call: str,
-    mesh: Any,
-    paths: Sequence[Any] | None,
-    arrays: Any,
-    specs: Any,
-    axes: Axes,
-    kinds: Kinds = None,
+    call: str, mesh: Any, paths: Sequence[Any] | None, arrays: Any, specs: Any, axes: Axes, kinds: Kinds = None
 ) -> list[Any]:
     """A flat list of arrays, each placed by its spec (or all by one) and in its memory kind."""
     paths = [()] * len(arrays) if paths is None else paths
@@ -257,26 +268,30 @@ def place(
 ) -> Any:
     """`x` placed as `spec` on the mesh, in memory `kind`; refuses a leaf that axes beside `own` and `spec` shard.
 
-    Concrete arrays are moved. Traced ones are resharded where the mesh is Explicit; where it is Auto
-    the compiler does it.
+    Concrete arrays are moved; traced ones are resharded on an Explicit mesh, and on an Auto one by the compiler.
     """
-    sharding = getattr(jax.typeof(x) if isinstance(x, jax.core.Tracer) else x, "sharding", None)
-    if isinstance(sharding, NamedSharding):
-        known = {*own, *used(spec), PartitionSpec.UNCONSTRAINED}
-        if used(sharding.spec) - known:
-            raise ValueError(
-                f"{call}: leaf {path_text(path)!r} is already sharded over other mesh axes. Found "
-                f"{sharding.spec} on a mesh of {dict(sharding.mesh.shape)}; expected it whole, or "
-                f"sharded over {tuple(own)} only. Fix: Zero(..., param_specs=jax.tree.map(lambda x: x.sharding.spec, "
-                "params)), a tree of PartitionSpecs over the other axes, keeps it so; or jax.device_put it with "
-                "PartitionSpec() first."
-            )
-    target = NamedSharding(mesh, spec, memory_kind=kind)
+    check_placement(call, mesh, path, x, own, spec)
+    target = written(mesh, spec, np.ndim(x), kind)
     if not isinstance(x, jax.core.Tracer):
         return put(x, target)
-    if AxisType.Explicit in mesh.axis_types and (sharding is None or sharding.spec != spec):
+    here = jax.typeof(x).sharding
+    if AxisType.Explicit in mesh.axis_types and (here.mesh.empty or here.spec != target.spec):
         return jax.reshard(x, target)
     return x
+
+
+def check_placement(call: str, mesh: Any, path: Any, x: Any, own: Sequence[str], spec: PartitionSpec) -> None:
+    """Refuses an array that axes beside `own` and `spec` shard: it would be made whole over them."""
+    found = getattr(jax.typeof(x) if isinstance(x, jax.core.Tracer) else x, "sharding", None)
+    known = {*own, *used(spec), PartitionSpec.UNCONSTRAINED}
+    if isinstance(found, NamedSharding) and (others := used(found.spec) - known):
+        keep = "Zero(..., param_specs=jax.tree.map(lambda x: x.sharding.spec, params)), a tree of PartitionSpecs over "
+        keep = keep + "the other axes, keeps it so; or " if others <= {*mesh.axis_names} else ""
+        raise ValueError(
+            f"{call}: leaf {path_text(path)!r} is already sharded over other mesh axes. Found {found.spec} on a mesh "
+            f"of {dict(found.mesh.shape)}; expected it whole, or sharded over {tuple(own)} only. Fix: {keep}"
+            "jax.device_put it with PartitionSpec() first."
+        )
 
 
 def used(spec: PartitionSpec) -> set[Any]:

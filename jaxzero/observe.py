@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from . import partition
+from . import checks, partition
 from ._compat import open_program, scan_parts
 from .boxes import opened
 from .flat_program import Flat, Var, flatten
@@ -72,6 +72,7 @@ def observe(
 ) -> tuple[Observed, Stacked]:
     """Traces the loss, abstractly, and reads the trace."""
     axes, manual = options.context("observe")
+    checks.parameters("observe", options, params)
     leaves = leaves_of(params, axes.n, None, options.beside, shares=manual and options.stage == 3)
     known = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves.leaves]
     count = 1 if manual else axes.n * axes.r

@@ -1,6 +1,7 @@
 """`param_specs`: which other mesh axes shard each parameter already, read from the user's `PartitionSpec`s."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Container, Mapping
 from typing import Any
 
@@ -23,9 +24,13 @@ class ParamSpecs:
 
     paths: tuple[tuple[Any, PartitionSpec], ...]
 
+    @functools.cached_property
+    def _known(self) -> dict[Any, PartitionSpec]:
+        return {_unboxed(path): spec for path, spec in self.paths}
+
     def __call__(self, path: Any, leaf: Any) -> PartitionSpec:
         """The spec of one leaf."""
-        found = dict(self.paths).get(path)
+        found = self._known.get(_unboxed(path))
         if found is None:
             raise ValueError(
                 f"Zero: param_specs has no leaf {path_text(path)!r}. Found "
@@ -34,6 +39,11 @@ class ParamSpecs:
                 "jax.tree.map(lambda x: x.sharding.spec, params), or a function of (path, abstract leaf)."
             )
         return found
+
+
+def _unboxed(path: Any) -> Any:
+    """The path without the last step into a box: Flax hands parameters and specs over in boxes and without them."""
+    return path[:-1] if path and path[-1] == jax.tree_util.GetAttrKey("value") else path
 
 
 def normal(given: Any) -> Callable[[Any, Any], Any] | None:

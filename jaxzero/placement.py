@@ -1,7 +1,8 @@
 """Where parameters, gradients and state stand: born, put in place, gathered, and their specs."""
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -29,14 +30,19 @@ def born(options: Options, init_fn: Callable[..., Any], *args: Any) -> Any:
     if not mesh.is_traced(args):
         processes.agree("init", options, processes.digests(args))
     if options.stage < 3:
-        if mesh.is_traced(args):
-            return shard(options, init_fn(*args), "init")
-        params = _born_whole(options, init_fn, args)
+        with _naming_boxes(options, init_fn, args):
+            traced = mesh.is_traced(args)
+            params = init_fn(*args) if traced else _born_whole(options, init_fn, args)
+        if traced:
+            return shard(options, params, "init")
         return shard(options, params, "init") if options.offload else params
     axes, _ = options.context("init")
     arrays, tree = jax.tree.flatten(args)
     avals = [jax.ShapeDtypeStruct(*shape_dtype(x)) for x in arrays]
-    program = partition.trace(lambda xs: init_fn(*jax.tree.unflatten(tree, xs)), avals)
+    here = jax.sharding.get_abstract_mesh()  # where the user has set one, a model may look for it
+    with _naming_boxes(options, init_fn, args):
+        born_ = lambda xs: init_fn(*jax.tree.unflatten(tree, xs))
+        program = partition.trace(born_, avals, mesh=here if here.empty else mesh.all_auto(options.mesh))
     checks.parameters("init", options, program.out)
     leaves = options.leaves(program.out, axes.n)
     layouts = [leaf.layout for leaf in leaves.leaves]
@@ -56,11 +62,25 @@ def born(options: Options, init_fn: Callable[..., Any], *args: Any) -> Any:
     return leaves.unflatten([wear(x, layout) for x, layout in zip(stored, layouts, strict=True)])
 
 
+@contextlib.contextmanager
+def _naming_boxes(options: Options, init_fn: Callable[..., Any], args: Any) -> Iterator[None]:
+    """Names the box with an axis that the mesh lacks: as Flax constrains its value, JAX names the axis alone."""
+    try:
+        yield
+    except ValueError as error:
+        try:
+            out = partition.trace(init_fn, *args).out
+        except (ValueError, RuntimeError):  # it needs the mesh
+            raise error from None
+        checks.parameters("init", options, out)
+        raise
+
+
 def _born_whole(options: Options, init_fn: Callable[..., Any], args: Any) -> Any:
     out = jax.eval_shape(init_fn, *args)
     checks.parameters("init", options, out)
     leaves = options.leaves(out, 1)
-    placed = leaves.unflatten([NamedSharding(options.mesh, leaf.spec(None)) for leaf in leaves.leaves])
+    placed = leaves.unflatten([mesh.written(options.mesh, x.spec(None), len(x.shape)) for x in leaves.leaves])
     return jax.jit(init_fn, out_shardings=placed)(*args)
 
 
@@ -81,23 +101,23 @@ def shard(options: Options, params: Any, call: str = "shard") -> Any:
                     "parameters are whole. Expected a plain array. Fix: zero.gather it first."
                 )
             kind = options.memory_kind("params", leaf.layout)
-            out.append(_put(call, options, leaf.path, x, leaf.spec(None), options.mesh.axis_names, kind))
+            out.append(_put(call, options, leaf.path, x, leaf.spec(None), axes.every, kind))
             continue
         if is_split(x):
             _layout(call, options, leaf.path, x, axes, leaf.beside)
-        stored = _stored(call, options, leaf.path, x, leaf.layout)
+        stored = _stored(call, options, leaf.path, x, leaf.layout, axes.every)
         kind = options.memory_kind("params", leaf.layout)
         stored = _put(call, options, leaf.path, stored, leaf.layout.spec(axes.shard), axes.every, kind)
         out.append(wear(stored, leaf.layout))
     return leaves.unflatten(out)
 
 
-def _stored(call: str, options: Options, path: Any, x: Any, layout: Layout) -> Any:
+def _stored(call: str, options: Options, path: Any, x: Any, layout: Layout, own: Sequence[str]) -> Any:
     if is_split(x) or layout.plain:
         return bare(x)
     sharding = getattr(jax.typeof(x) if isinstance(x, jax.core.Tracer) else x, "sharding", None)
     if isinstance(sharding, NamedSharding) and any(sharding.spec):
-        x = mesh.place(call, options.mesh, path, x, partition_spec(layout.beside), options.mesh.axis_names)
+        x = mesh.place(call, options.mesh, path, x, partition_spec(layout.beside), own)
     return exchange.stored(jnp.asarray(x), layout)
 
 

@@ -7,9 +7,9 @@ import jax
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from . import offload, plan_table, plan_traffic, wrapper
+from . import checks, offload, plan_table, plan_traffic, wrapper
 from .flat_program import nbytes
-from .layout import Shape, is_split
+from .layout import Shape
 from .losses import How
 from .mesh import path_text
 from .options import STAGES, Options
@@ -153,7 +153,12 @@ def make(options: Options, params: Any, inner: optax.GradientTransformation | No
         raise ValueError(f"{CALL}: called inside shard_map. Expected the global view. Fix: call it outside.")
     how = How(accumulate=accumulate, sync=sync)
     how.check(CALL, options.stage)
-    _check(params)
+    if not jax.tree.leaves(params):
+        raise ValueError(
+            f"{CALL}: the parameters have no leaf. Found {type(params).__name__}; expected a tree of arrays. Fix: pass "
+            "parameters, for example jax.eval_shape(init_fn, key)."
+        )
+    checks.parameters(CALL, options, params)
     leaves = options.leaves(params, axes.n)
     resting = plan_traffic.at_rest(options, leaves)
     own, other, hosted, unsharded = _state(options, leaves, resting, inner)
@@ -174,21 +179,6 @@ def make(options: Options, params: Any, inner: optax.GradientTransformation | No
         traffic,
         _notes(options, inner, how, leaves),
     )
-
-
-def _check(params: Any) -> None:
-    pairs = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_split)
-    if not pairs:
-        raise ValueError(
-            f"{CALL}: the parameters have no leaf. Found {type(params).__name__}; expected a tree of arrays. Fix: pass "
-            "parameters, for example jax.eval_shape(init_fn, key)."
-        )
-    for path, x in pairs:
-        if not isinstance(x, (bool, int, float, complex)) and not (hasattr(x, "shape") and hasattr(x, "dtype")):
-            raise ValueError(
-                f"{CALL}: parameter leaf {path_text(path)!r} is a {type(x).__name__}. Expected an array or a "
-                "jax.ShapeDtypeStruct. Fix: pass the parameters alone."
-            )
 
 
 def _notes(options: Options, inner: Any, how: How, leaves: Leaves) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 from . import _compat
 from .entries import Entry
 from .extras import need
-from .mesh import Axes, put
+from .mesh import Axes, put, written
 from .options import Options
 from .state import is_key
 
@@ -266,9 +266,8 @@ def _reading(call: str, path: Any) -> Iterator[None]:
 def _sharding(zero: Options | None, e: Entry, axes: Axes) -> Any:
     if zero is None:
         return SingleDeviceSharding(jax.local_devices()[0])
-    cut = e.layout is not None and axes.n > 1  # over one device JAX writes results without the axis
-    spec = e.layout.spec(axes.shard) if cut and e.layout else PartitionSpec()
-    return NamedSharding(zero.mesh, spec, memory_kind=e.memory_kind)
+    spec = e.layout.spec(axes.shard) if e.layout else PartitionSpec()
+    return written(zero.mesh, spec, len(e.on_disk().shape), e.memory_kind)
 
 
 def _implementation(dtype: Any) -> Any:

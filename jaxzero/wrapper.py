@@ -125,6 +125,7 @@ class Calls:
     def report(self, params: Any) -> Report:
         """What one update with split gradients does, without running it."""
         axes, _ = self.options.context("explain")
+        checks.parameters("explain", self.options, params)
         leaves, _ = self._leaves("explain", params, axes)
         state = programs.trace_init(self.inner, leaves, axes).out
         none = programs.Extra({}, {}, {})

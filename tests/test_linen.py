@@ -1,5 +1,6 @@
 """Flax Linen: `TrainState`, mutable collections, lifted transformations and boxes equal the unsharded run."""
 
+import contextlib
 import functools
 from typing import Any
 
@@ -19,6 +20,10 @@ from jax.sharding import PartitionSpec as P
 import jaxzero
 
 SGD = optax.sgd(0.1, momentum=0.9)
+
+
+def slow(*case):
+    return pytest.param(*case, marks=pytest.mark.slow)
 
 
 class State(TrainState):
@@ -189,16 +194,82 @@ def test_a_box_with_an_unknown_axis(call, stage, mesh42):
         CALLS[call](jaxzero.Zero(mesh42, stage=stage), named(None, "modle"))
 
 
-def test_parameters_born_in_a_box_with_an_unknown_axis(mesh42):
-    for stage in (2, 3):
-        zero = jaxzero.Zero(mesh42, stage=stage)
-        with pytest.raises(ValueError, match=checks.saying("init", "'Dense_0/kernel'", "'modle'")):
-            zero.init(lambda key: Named((None, "modle")).init(key, jnp.ones((8, 5)))["params"], jax.random.key(0))
+LOOKS = {
+    "observe": lambda zero, params: zero.observe(lambda p: jnp.mean(nn.unbox(p)["Dense_0"]["kernel"]), params),
+    "plan": lambda zero, params: zero.plan(params),
+    "explain": lambda zero, params: zero.explain(SGD, params),
+}
+
+
+@pytest.mark.parametrize("call", LOOKS)
+def test_calls_that_only_look_check_boxes_too(call, mesh42):
+    with pytest.raises(ValueError, match=checks.saying(f"{call}: parameter leaf 'Dense_0/kernel'", "'modle'")):
+        LOOKS[call](jaxzero.Zero(mesh42), named(None, "modle"))
+
+
+@pytest.mark.parametrize("set_mesh", [False, True])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_parameters_born_in_a_box_with_an_unknown_axis(stage, set_mesh, mesh42):
+    """Where the mesh is set, Flax constrains the value as the box is read, and JAX would name the axis alone."""
+    zero = jaxzero.Zero(mesh42, stage=stage)
+    born = lambda key: Named((None, "modle")).init(key, jnp.ones((8, 5)))["params"]
+    run = functools.partial(zero.init, born)
+    with jax.set_mesh(mesh42) if set_mesh else contextlib.nullcontext():
+        for init in (run, jax.jit(run)):
+            with pytest.raises(ValueError, match=checks.saying("init", "'Dense_0/kernel'", "'modle'", "mean 'model'")):
+                init(jax.random.key(0))
+
+
+def test_an_error_of_the_users_own_stays(mesh42):
+    def born(key):
+        raise ValueError("mine")
+
+    with jax.set_mesh(mesh42), pytest.raises(ValueError, match="^mine"):
+        jaxzero.Zero(mesh42).init(born, jax.random.key(0))
+    wrong = lambda key: {"w": jax.lax.with_sharding_constraint(jnp.ones((4, 4)), P("modle"))}
+    with jax.set_mesh(mesh42), pytest.raises(ValueError, match="Resource axis: modle"):
+        jaxzero.Zero(mesh42).init(wrong, jax.random.key(0))
 
 
 def test_a_box_with_an_axis_that_is_not_this_zeros(mesh42):
-    with pytest.raises(ValueError, match=checks.saying("'Dense_0/kernel'", "'model'", "tensor parallel")):
-        jaxzero.Zero(mesh42).shard(named(None, "model"))
+    words = ["'Dense_0/kernel'", "'model'", "tensor parallel", r"Fix: .*param_specs=flax\.linen\.get_partition_spec"]
+    for zero in (jaxzero.Zero(mesh42), jaxzero.Zero(mesh42, param_specs=lambda path, leaf: None)):
+        with pytest.raises(ValueError, match=checks.saying(*words)):
+            zero.shard(named(None, "model"))
+
+
+class Parallel(nn.Module):
+    """Two kernels of a tensor-parallel pair, in boxes."""
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.tanh(nn.Dense(16, kernel_init=boxed(None, "model"))(x))
+        return nn.Dense(3, kernel_init=boxed("model", None))(x)
+
+
+@pytest.mark.parametrize("set_mesh", [False, True])
+@pytest.mark.parametrize(("stage", "boxes"), [(3, True), slow(2, True), slow(2, False), slow(3, False)])
+def test_the_fix_that_the_error_names(stage, boxes, set_mesh, mesh42):
+    """`param_specs` of the boxes, for boxed parameters and unboxed ones: placed so, and the unsharded run."""
+    x, y = models.batches()[0]
+    loss_fn = lambda params, x, y: jnp.mean(jnp.square(Parallel().apply({"params": params}, x) - y))
+    born = lambda key: (lambda p: p if boxes else nn.unbox(p))(Parallel().init(key, x)["params"])
+    specs = nn.get_partition_spec(jax.eval_shape(Parallel().init, jax.random.key(0), x)["params"])
+    zero = jaxzero.Zero(mesh42, stage=stage, param_specs=specs)
+    with jax.set_mesh(mesh42) if set_mesh else contextlib.nullcontext():
+        params = zero.init(born, jax.random.key(0))
+        state = TrainState.create(apply_fn=None, params=params, tx=zero.optimizer(SGD))
+        _, grads = zero.value_and_grad(loss_fn)(params, *checks.place((x, y), mesh42, P("data")))
+        state = state.apply_gradients(grads=grads)
+        got = zero.gather(state.params)
+    kernels = [p["Dense_0"]["kernel"] for p in (params, state.params, got)]
+    assert [isinstance(k, nn.Partitioned) for k in kernels] == [boxes] * 3
+    kernels = [k.value if boxes else k for k in kernels]
+    rest = P(None, "model") if stage == 2 else P("data", "model")
+    assert [getattr(k, "value", k).sharding.spec for k in kernels] == [rest, rest, P(None, "model")]
+    start = nn.unbox(jax.jit(born)(jax.random.key(0)))
+    want = jax.tree.map(lambda p, g: p - 0.1 * g, start, jax.grad(loss_fn)(start, x, y))
+    helpers.close(nn.unbox(got), want)
 
 
 def test_logical_names_mean_what_the_rules_say(mesh42):

@@ -1,13 +1,29 @@
 """Axes, contexts and types."""
 
+import helpers
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax import lax
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxzero.mesh import Axes, cast, check_axes, in_manual_region, match, names, path_text, place, resolve, varying
+import jaxzero
+from jaxzero.mesh import (
+    Axes,
+    cast,
+    check_axes,
+    in_manual_region,
+    match,
+    names,
+    path_text,
+    place,
+    resolve,
+    varying,
+    written,
+)
 
 
 def test_names_and_sizes():
@@ -102,3 +118,54 @@ def test_place(mesh, explicit):
     other = jax.device_put(np.arange(8.0), jax.NamedSharding(two, P("model")))
     with pytest.raises(ValueError, match=r"call: leaf '\(root\)' is already sharded over other mesh axes.*'model'"):
         place("call", two, (), other, P("data"), ("data",))
+
+
+# --- one program for what was placed and for what a program returned ------------------------------
+
+MESHES = [((8,), ("data",)), ((1,), ("data",)), ((1, 8), ("node", "local")), ((2, 1), ("replica", "data"))]
+
+
+@pytest.mark.parametrize("explicit", [False, True])
+@pytest.mark.parametrize(("shape", "axes"), MESHES)
+def test_specs_are_written_as_jax_writes_those_of_results(shape, axes, explicit):
+    on = helpers.make_mesh(shape, axes, explicit=explicit)
+    for spec in (P(), P(axes), P(None, axes), P(axes[-1]), P(axes[0], axes[-1]) if len(axes) > 1 else P()):
+        target = written(on, spec, 3)
+        assert target.is_equivalent_to(NamedSharding(on, spec), 3)
+        x = jax.device_put(np.ones((8, 8, 2)), target)
+        assert jax.jit(lambda x: x + 1)(x).sharding == target, spec
+
+
+CELLS = [(shape, axes, e, s) for shape, axes in MESHES for e in (False, True) for s in (1, 2, 3)]
+QUICK = [(*MESHES[1], False, 3), (*MESHES[2], False, 3), (*MESHES[0], True, 2), (*MESHES[0], True, 3)]
+
+
+@pytest.mark.parametrize(
+    ("shape", "axes", "explicit", "stage"),
+    [pytest.param(*cell, marks=[] if cell in QUICK else pytest.mark.slow) for cell in CELLS],
+)
+def test_ten_steps_are_one_compilation(shape, axes, explicit, stage):
+    """Whether parameters were put in place or born there, and state made eagerly, under jit or from abstract ones."""
+    replica = "replica" if "replica" in axes else None
+    shard = tuple(a for a in axes if a != replica)
+    on = helpers.make_mesh(shape, axes, explicit=explicit)
+    zero = jaxzero.Zero(on, stage=stage, shard_axis=shard, replica_axis=replica)
+    tx = zero.optimizer(optax.adam(1e-2))
+    start = lambda: {"w": jnp.ones((16, 4)), "odd": jnp.ones((5, 3)), "s": jnp.ones(())}
+    loss = lambda p, x: jnp.mean((x @ p["w"]) ** 2) * p["s"] + jnp.sum(p["odd"] ** 2)
+
+    @jax.jit
+    def step(params, state, x):
+        _, grads = zero.value_and_grad(loss)(params, x)
+        return zero.apply(tx, grads, state, params)
+
+    placed = lambda tree: [x.sharding for x in jax.tree.leaves(tree)]
+    x = jax.device_put(np.ones((16, 16), np.float32), NamedSharding(on, P(axes)))
+    for params, init in ((zero.shard(start()), tx.init), (zero.init(start), jax.jit(tx.init))):
+        state = init(params)
+        before = placed((params, state))
+        assert placed(tx.init(jax.eval_shape(lambda p=params: p))) == placed(state)
+        for _ in range(10):
+            params, state = step(params, state, x)
+            assert placed((params, state)) == before
+    assert step._cache_size() == 1

@@ -180,6 +180,70 @@ def test_a_wrt_that_asks_for_more_than_was_differentiated():
         optimizer.update(model, grads)
 
 
+class Parallel(nnx.Module):
+    """Two kernels of a tensor-parallel pair, annotated as NNX does it."""
+
+    def __init__(self, rngs, name="model"):
+        on = lambda *axes: dict(kernel_init=nnx.with_partitioning(nnx.initializers.lecun_normal(), axes), rngs=rngs)
+        self.inner, self.outer = nnx.Linear(5, 16, **on(None, name)), nnx.Linear(16, 3, **on(name, None))
+
+    def __call__(self, x):
+        return self.outer(nnx.tanh(self.inner(x)))
+
+
+@pytest.fixture
+def mesh42():
+    mesh = helpers.make_mesh((4, 2), ("data", "model"))
+    with jax.set_mesh(mesh):
+        yield mesh
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_parameters_on_an_axis_that_is_not_this_zeros(stage, mesh42):
+    """Eager or under jit, where their placement does not show: what the variables say does."""
+    zero = jaxzero.Zero(mesh42, stage=stage)
+    born = lambda: nnx.state(Parallel(nnx.Rngs(0)))
+    calls = [
+        ("shard", lambda: zero.shard(born())),
+        ("shard", lambda: jax.jit(lambda: zero.shard(born()))()),
+        ("init", lambda: zero.init(born)),
+        ("init", lambda: nnx.Optimizer(Parallel(nnx.Rngs(0)), zero.optimizer(SGD), wrt=nnx.Param)),
+    ]
+    words = ["parameter leaf 'inner/kernel'", r"Param with out_sharding=\(None, 'model'\)", "tensor parallel"]
+    for call, f in calls:
+        with pytest.raises(ValueError, match=checks.saying(call, *words, r"param_specs=flax\.nnx\.get_partition_spec")):
+            f()
+    with pytest.raises(ValueError, match="Resource axis: modle .*not found in mesh"):  # Flax's and JAX's own words
+        zero.init(lambda: nnx.state(Parallel(nnx.Rngs(0), "modle")))
+
+
+@pytest.mark.parametrize("stage", [3, pytest.param(2, marks=pytest.mark.slow)])
+def test_the_fix_that_the_error_names(stage, mesh42):
+    model = Parallel(nnx.Rngs(0))
+    graph, whole = nnx.split(Parallel(nnx.Rngs(0)), nnx.Param)
+    zero = jaxzero.Zero(mesh42, stage=stage, param_specs=nnx.get_partition_spec(whole))
+    params = zero.init(lambda: nnx.state(Parallel(nnx.Rngs(0)), nnx.Param))
+    nnx.update(model, params)
+    optimizer = nnx.Optimizer(model, zero.optimizer(SGD), wrt=nnx.Param)
+    loss_fn = lambda params, x, y: models.mse(nnx.merge(graph, params), x, y)
+
+    @nnx.jit
+    def step(model, optimizer, x, y):
+        _, grads = zero.value_and_grad(loss_fn)(nnx.state(model, nnx.Param), x, y)
+        optimizer.update(model, grads)
+
+    batch = models.batches()[0]
+    step(model, optimizer, *checks.place(batch, mesh42, P("data")))
+    after = nnx.state(model, nnx.Param)
+    kernel = after["inner"]["kernel"].get_value()
+    assert getattr(kernel, "value", kernel).sharding.spec == (P(None, "model") if stage == 2 else P("data", "model"))
+    got = nnx.as_pure(zero.gather(after))
+    assert got["inner"]["kernel"].sharding.spec == P(None, "model")
+    plain = lambda p, x, y: models.mse(nnx.merge(graph, p), x, y)
+    want = jax.tree.map(lambda p, g: p - 0.1 * g, whole, jax.grad(plain)(whole, *batch))
+    helpers.close(got, nnx.as_pure(want))
+
+
 @pytest.fixture
 def elsewhere():
     """A model whose parameters are split for three devices, and a `Zero` for eight."""

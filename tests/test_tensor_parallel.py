@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 from jax import lax
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxzero
@@ -94,7 +94,7 @@ def run(zero, inner, steps=5):
             assert stored_specs(grads) == (SPECS | {"w2": P("model")} if zero.stage == 1 else CUT)
         after = jax.tree.leaves((params, state))
         assert all(x.sharding.is_equivalent_to(old, x.ndim) for x, old in zip(after, before, strict=True))
-    assert step._cache_size() == 1 or AxisType.Explicit in zero.mesh.axis_types  # which writes P() as P(None)
+    assert step._cache_size() == 1
     return params, state
 
 
@@ -312,13 +312,64 @@ def test_more_that_is_refused():
         jax.eval_shape(lambda s: zero.specs(s) and 0, state)
 
 
-def test_sharded_leaves_without_param_specs_point_to_it():
-    zero = make(2, specs=None)
-    params = {"w": jax.device_put(jnp.ones((16, 4)), NamedSharding(zero.mesh, P(None, "model")))}
-    with pytest.raises(ValueError, match=checks.saying("init: leaf 'w'", "param_specs=jax.tree.map", FIX)):
-        zero.optimizer(optax.adam(1e-2)).init(params)
-    read = make(2, specs=jax.tree.map(lambda x: x.sharding.spec, params))
-    assert read.optimizer(optax.adam(1e-2)).init(params)[0].mu["w"].sharding.spec == P("data", "model")
+ONE = {"w": np.ones((16, 4), np.float32), "odd": np.ones((5, 4), np.float32)}
+
+
+def mean(params, x):
+    return jnp.mean((x @ params["w"]) ** 2) + jnp.sum(params["odd"] ** 2)
+
+
+CALLS = {
+    "shard": lambda zero, params: zero.shard(params),
+    "init": lambda zero, params: zero.optimizer(optax.adam(1e-2)).init(params),
+    "gather": lambda zero, params: zero.gather(params),
+    "value_and_grad": lambda zero, params: zero.value_and_grad(mean)(params, np.ones((8, 16))),
+    "forward": lambda zero, params: zero.forward(lambda p, x: x @ p["w"])(params, np.ones((8, 16))),
+    "observe": lambda zero, params: zero.observe(mean, params, np.ones((8, 16))),
+    "plan": lambda zero, params: zero.plan(params),
+    "explain": lambda zero, params: zero.explain(optax.adam(1e-2), params),
+}
+
+
+@pytest.mark.parametrize("explicit", [False, True])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_sharded_leaves_without_param_specs_point_to_it(stage, explicit):
+    """Nothing is made whole over an axis of somebody else's without a word, whichever leaf and call it is."""
+    zero = make(stage, specs=None, explicit=explicit)
+    for name in ONE:
+        params = ONE | {name: checks.place(ONE[name], zero.mesh, P(None, "model"))}
+        for call, f in CALLS.items():
+            words = [f"{call}: leaf '{name}'", r"P\(None, 'model'\)", "Fix: .*param_specs=jax.tree.map", "device_put"]
+            with pytest.raises(ValueError, match=checks.saying(*words)):
+                f(zero, params)
+    if explicit:  # types show it under jit too
+        with pytest.raises(ValueError, match=checks.saying("shard: leaf 'odd'", "param_specs=")):
+            jax.eval_shape(zero.shard, params)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_abstract_leaves_too(stage):
+    zero = make(stage, specs=None)
+    placed = NamedSharding(zero.mesh, P(None, "model"))
+    params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed), {"odd": ONE["odd"]})
+    for call in ("init", "observe", "plan", "explain"):
+        with pytest.raises(ValueError, match=checks.saying(f"{call}: leaf 'odd'", "param_specs=")):
+            CALLS[call](zero, params)
+
+
+def test_specs_read_from_the_arrays():
+    params = checks.place(ONE, make(2).mesh, P(None, "model"))
+    zero = make(2, specs=jax.tree.map(lambda x: x.sharding.spec, params))
+    assert zero.optimizer(optax.adam(1e-2)).init(params)[0].mu["w"].sharding.spec == P("data", "model")
+    assert stored_specs(zero.shard(params)) == {"w": P(None, "model"), "odd": P(None, "model")}
+
+
+def test_an_axis_of_another_mesh():
+    """No spec of this `Zero` could name it."""
+    other = helpers.make_mesh((4, 2), ("data", "column"))
+    params = ONE | {"w": checks.place(ONE["w"], other, P(None, "column"))}
+    with pytest.raises(ValueError, match=checks.saying("shard: leaf 'w'", "'column': 2", "Fix: jax.device_put")):
+        make(2, specs=None).shard(params)
 
 
 def test_other_axis_manual_in_a_users_shard_map_is_refused():
