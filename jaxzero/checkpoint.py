@@ -10,7 +10,7 @@ from . import entries, manifest, placement, processes, storage, wrapper
 from .layout import is_split
 from .mesh import Axes
 from .options import Options
-from .state import Leaves, leaves_of, state_leaves, wear
+from .state import Leaves, state_leaves, wear
 
 
 class Restored(NamedTuple):
@@ -162,7 +162,7 @@ def restore(
     """
     axes = _axes("restore", zero)
     path, told = found("restore", directory, zero, latest(directory) if step is None else step)
-    params = leaves_of(abstract_params, axes.n, zero.stacked if zero else None)
+    params = entries.of_tree(zero, abstract_params, axes)
     leaves, state = entries.of_params(zero, params), None
     if inner is not None:
         names = {name for name in told["leaves"] if name.split("/")[0] == entries.STATE}
@@ -184,12 +184,6 @@ def _axes(call: str, zero: Options | None) -> Axes:
     if zero is None:
         return Axes(("data",), (), (1,))
     placement.outside(zero, call)
-    if zero.param_specs is not None:
-        raise ValueError(
-            f"{call}: this Zero has param_specs. Found parameters that other mesh axes shard; expected a Zero without, "
-            "since their padded shares have no form on disk yet. Fix: save zero.gather(params) with Orbax, or with "
-            "zero=None; the optimizer state starts anew."
-        )
     return zero.context(call)[0]
 
 

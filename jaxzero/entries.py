@@ -6,13 +6,13 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from . import checks, programs
-from .layout import Layout, Shape, is_split
+from .layout import Beside, Layout, Shape, is_split
 from .mesh import Axes, path_text
 from .options import Options
-from .state import Leaf, Leaves, StateLeaf, bare, is_key, leaves_of, shape_dtype, state_leaves
+from .state import Leaf, Leaves, StateLeaf, bare, is_key, leaves_of, shape_dtype, spec_of, state_leaves
 from .wrapper import ShardedOptimizer
 
 PARAMS, STATE = "params", "opt_state"
@@ -28,6 +28,7 @@ class Entry:
       dtype: Its dtype.
       layout: How it is cut at rest here; `None`: it is whole.
       memory_kind: In which memory it is at rest here; `None`: the device's.
+      beside: The other mesh axes that shard each dimension here; empty where none does.
     """
 
     name: str
@@ -35,11 +36,16 @@ class Entry:
     dtype: Any
     layout: Layout | None
     memory_kind: str | None = None
+    beside: Beside = ()
 
     @property
-    def flat(self) -> bool:
+    def padded(self) -> bool:
         """Whether the stored array is padded and of another shape."""
-        return self.layout is not None and self.layout.kind == "flat"
+        return self.layout is not None and not self.layout.plain
+
+    def spec(self, axes: Axes) -> PartitionSpec:
+        """Where it is at rest here."""
+        return spec_of(self.layout, self.beside, axes.shard)
 
     @property
     def written(self) -> bool:
@@ -57,6 +63,11 @@ class Entry:
         return jax.eval_shape(jax.random.key_data, leaf) if is_key(self.dtype) else leaf
 
 
+def of_tree(zero: Options | None, params: Any, axes: Axes) -> Leaves:
+    """The leaves of a tree of parameters, with their layouts."""
+    return leaves_of(params, 1, None) if zero is None else zero.leaves(params, axes.n)
+
+
 def of_params(zero: Options | None, leaves: Leaves) -> list[Entry]:
     """The entries of parameters between steps: whole at stages 1 and 2."""
     split = zero is not None and zero.stage == 3
@@ -71,7 +82,8 @@ def of_state(zero: Options | None, state: Sequence[StateLeaf]) -> list[Entry]:
 
 
 def _entry(tree: str, leaf: Leaf | StateLeaf, layout: Layout | None, kind: str | None) -> Entry:
-    return Entry(tree + ("/" + path_text(leaf.path) if leaf.path else ""), tuple(leaf.shape), leaf.dtype, layout, kind)
+    name = tree + ("/" + path_text(leaf.path) if leaf.path else "")
+    return Entry(name, tuple(leaf.shape), leaf.dtype, layout, kind, leaf.beside)
 
 
 def _kind(zero: Options | None, what: str) -> Callable[[Leaf | StateLeaf], str | None]:
@@ -98,12 +110,12 @@ def saved(zero: Options | None, axes: Axes, params: Any, opt_state: Any, inner: 
     """
     for path, x in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_split):
         checks.split_leaf("save", path, x)
-    leaves = leaves_of(params, axes.n, zero.stacked if zero else None)
+    leaves = of_tree(zero, params, axes)
     arrays = jax.tree.leaves(params, is_leaf=is_split)
     entries = of_params(zero, leaves)
     for leaf, e, x in zip(leaves.leaves, entries, arrays, strict=True):
         wanted = e.layout.stored_shape if e.layout else e.shape
-        if not e.flat and is_split(x):
+        if not e.padded and is_split(x):
             raise ValueError(
                 f"save: leaf {path_text(leaf.path)!r} is {x!r}; expected a plain array over {axes.n} devices at stage "
                 f"{zero.stage if zero else None}. It was split by another Zero. Fix: use the Zero that split it."
@@ -138,7 +150,7 @@ def _by_params(opt_state: Any, leaves: Leaves, axes: Axes) -> list[StateLeaf]:
         stored = lambda leaf: leaf.layout.stored_shape if leaf.layout else leaf.shape
         mine = next((leaf for leaf in ends if leaf is not None and stored(leaf) == shape), None)
         if mine is not None:
-            out.append(StateLeaf(path, mine.shape, dtype, mine.layout, not mine.trainable))
+            out.append(StateLeaf(path, mine.shape, dtype, mine.layout, not mine.trainable, mine.beside))
             continue
         sharding = getattr(x, "sharding", None)
         if len(shape) == 1 and axes.n > 1 and isinstance(sharding, NamedSharding) and any(sharding.spec):

@@ -35,7 +35,8 @@ def compose(options: Options | None, axes: Axes, step: int, entries: Sequence[En
 
 def fingerprint(entries: Sequence[Entry]) -> str:
     """A digest of names, shapes, dtypes and layouts of all leaves: equal where training continues bit for bit."""
-    cut = [(e.name, e.described, e.layout and (e.layout.kind, e.layout.lead, e.layout.n)) for e in entries]
+    layout = lambda x: x and (x.kind, x.lead, x.n, *([x.beside] if x.beside else []))
+    cut = [(e.name, e.described, layout(e.layout)) for e in entries]
     return hashlib.sha256(json.dumps(cut).encode()).hexdigest()[:16]
 
 

@@ -98,3 +98,29 @@ def boxes(shape: Shape, start: int, stop: int) -> Iterator[Box]:
 def extents(box: Box) -> Shape:
     """The shape of a box."""
     return tuple(s.stop - s.start for s in box)
+
+
+def within(box: Box, shape: Shape) -> Box:
+    """What of a box lies in an array of this shape; open ends become the array's.
+
+    Examples:
+      >>> within((slice(4, 8), slice(None)), (5, 3)), within((slice(8, 12),), (5,))
+      ((slice(4, 5, None), slice(0, 3, None)), (slice(5, 5, None),))
+    """
+    ends = ((s.start or 0, d if s.stop is None else s.stop, d) for s, d in zip(box, shape, strict=True))
+    return tuple(slice(min(start, d), min(stop, d)) for start, stop, d in ends)
+
+
+def filling(shape: Shape, limit: int) -> Shape:
+    """Chunks of at most `limit` elements that fill a box of this shape: their extents divide its.
+
+    Examples:
+      >>> filling((8, 6), 24), filling((7, 6), 8), filling((7, 5), 1)
+      ((4, 6), (7, 1), (1, 1))
+    """
+    chunk = list(shape)
+    while math.prod(chunk) > limit:
+        factors = [next((p for p in range(2, d + 1) if d % p == 0), math.inf) for d in chunk]
+        axis = factors.index(min(factors))
+        chunk[axis] //= int(factors[axis])
+    return tuple(chunk)

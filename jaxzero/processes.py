@@ -13,6 +13,7 @@ from jax.experimental import multihost_utils
 
 from .mesh import path_text
 from .options import Options
+from .param_specs import ParamSpecs
 
 #: Options that are functions or what tracing found: their effect on the layout is compared instead.
 _NOT_COMPARED = ("mesh", "stacked", "observed")
@@ -21,6 +22,8 @@ _NOT_COMPARED = ("mesh", "stacked", "observed")
 def _settings(options: Options) -> dict[str, str]:
     """The options as text, the same on every process that was given the same ones."""
     fields = {f.name: getattr(options, f.name) for f in dataclasses.fields(Options) if f.name not in _NOT_COMPARED}
+    if not isinstance(options.param_specs, ParamSpecs | None):
+        del fields["param_specs"]
     found = {name: str(value) for name, value in fields.items()}
     if options.mesh is not None:
         found["mesh"] = str(dict(options.mesh.shape))

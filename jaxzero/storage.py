@@ -52,7 +52,7 @@ def write(
 ) -> None:
     """Starts to write one step; returns when this process's part is on the host."""
     ocp = orbax()
-    from .flat_files import CHUNK_BYTES
+    from .padded_files import CHUNK_BYTES
 
     items = {e.name: _item(e, x, zero, axes) for e, x in zip(entries, arrays, strict=True) if e.written}
     what = {_MANIFEST: ocp.args.JsonSave(manifest)}
@@ -108,13 +108,13 @@ def obstacle(path: Any) -> str:
 
 def _item(e: Entry, x: Any, zero: Options | None, axes: Axes) -> Any:
     """What Orbax is given for one leaf: an array of all processes."""
-    from .flat_files import FlatLeaf
+    from .padded_files import PaddedLeaf
 
     if is_key(e.dtype):
         x = jax.random.key_data(x)
     x = x if isinstance(x, jax.Array) else jnp.asarray(x)
-    if zero is not None and e.flat and e.layout is not None:
-        return FlatLeaf(e.name, x, e.layout, zero.mesh, axes)
+    if zero is not None and e.padded and e.layout is not None:
+        return PaddedLeaf(e.name, x, e.layout, zero.mesh, axes)
     if jax.process_count() > 1 and x.is_fully_addressable and zero is not None:
         return put(x, NamedSharding(zero.mesh, PartitionSpec()))
     return x
@@ -137,13 +137,13 @@ def _saver() -> Any:
 @functools.cache
 def _handler() -> Any:
     ocp = orbax()
-    from .flat_files import FlatHandler, FlatLeaf
+    from .padded_files import PaddedHandler, PaddedLeaf
 
     whole = ocp.type_handlers.ArrayHandler(
         min_slice_bytes_for_replica_parallel=SLICE_BYTES,
         enable_write_sharding_file=False,  # a checkpoint belongs to no mesh
     )
-    types = ocp.type_handlers.create_type_handler_registry((FlatLeaf, FlatHandler()), (jax.Array, whole))
+    types = ocp.type_handlers.create_type_handler_registry((PaddedLeaf, PaddedHandler()), (jax.Array, whole))
     arrays = ocp.PyTreeCheckpointHandler(type_handler_registry=types, use_compression=False)
     return ocp.CompositeCheckpointHandler(**{_ARRAYS: arrays, _MANIFEST: ocp.JsonCheckpointHandler(filename=_FILE)})
 
@@ -226,13 +226,13 @@ def _groups(entries: Sequence[Entry]) -> Iterator[list[Entry]]:
 
 def _read_group(path: Any, zero: Options | None, entries: Sequence[Entry], axes: Axes) -> dict[str, Any]:
     ocp = orbax()
-    from .flat_files import FlatLeaf, FlatTarget
+    from .padded_files import PaddedLeaf, PaddedTarget
 
     how: dict[str, Any] = {}
     for e in entries:
         sharding, x = _sharding(zero, e, axes), e.on_disk()
-        if e.flat and e.layout is not None:
-            how[e.name] = FlatTarget(restore_type=FlatLeaf, layout=e.layout, sharding=sharding)
+        if e.padded and e.layout is not None:
+            how[e.name] = PaddedTarget(restore_type=PaddedLeaf, layout=e.layout, sharding=sharding)
         else:
             how[e.name] = ocp.ArrayRestoreArgs(sharding=sharding, global_shape=x.shape, dtype=x.dtype)
     item = {e.name: e.on_disk() for e in entries}
@@ -266,8 +266,7 @@ def _reading(call: str, path: Any) -> Iterator[None]:
 def _sharding(zero: Options | None, e: Entry, axes: Axes) -> Any:
     if zero is None:
         return SingleDeviceSharding(jax.local_devices()[0])
-    spec = e.layout.spec(axes.shard) if e.layout else PartitionSpec()
-    return written(zero.mesh, spec, len(e.on_disk().shape), e.memory_kind)
+    return written(zero.mesh, e.spec(axes), len(e.on_disk().shape), e.memory_kind)
 
 
 def _implementation(dtype: Any) -> Any:

@@ -15,9 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import jaxzero
-from jaxzero import flat_files, processes, storage
+from jaxzero import padded_files, processes, storage
 
 if __name__ == "__main__":  # pytest imports it, too, to look for doctests
     COORDINATOR, PROCESSES, MINE, DEVICES = sys.argv[1], *map(int, sys.argv[2:5])
@@ -67,8 +68,8 @@ def train() -> dict[str, list[float]]:
 
 
 def other_leaves() -> None:
-    """Keys, integers, empty leaves; flat leaves by shares; restored on the other layout."""
-    flat_files.SMALL_SHARE, flat_files.CHUNK_BYTES = 0, 64
+    """Keys, integers, empty leaves; flat leaves by shares, rows that a model axis shards; restored on other layouts."""
+    padded_files.SMALL_SHARE, padded_files.CHUNK_BYTES = 0, 64
     rng = np.random.default_rng(0)
     params = {
         "odd": rng.normal(size=(57, 12)).astype(np.float32),
@@ -80,15 +81,18 @@ def other_leaves() -> None:
     }
     stacked = lambda path: "stack" in jax.tree_util.keystr(path)
     zero = jaxzero.Zero(helpers.make_mesh(8), stage=3, stacked=stacked)
-    split = zero.shard(params)
-    jaxzero.save(DIRECTORY / "other", 0, zero, split, None).wait()
-    for again in (zero, cases.make_zero("2x4/3")):
-        restored = jaxzero.restore(DIRECTORY / "other", again, cases.abstract(params), None)
+    on_model = lambda path, x: P(None, "model") if path[-1].key == "odd" else None
+    beside = jaxzero.Zero(helpers.make_mesh((4, 2), ("data", "model")), stage=3, param_specs=on_model)
+    for step, before in enumerate((zero, beside)):
+        jaxzero.save(DIRECTORY / "other", step, before, before.shard(params), None).wait()
+    for step, again in ((0, zero), (0, cases.make_zero("2x4/3")), (1, beside), (1, zero)):
+        restored = jaxzero.restore(DIRECTORY / "other", again, cases.abstract(params), None, step)
         whole = again.gather(restored.params)
         for (path, x), y in zip(jax.tree_util.tree_leaves_with_path(whole), jax.tree.leaves(params), strict=True):
             if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
                 x, y = jax.random.key_data(x), jax.random.key_data(y)
-            assert np.asarray(x.addressable_data(0)).tobytes() == np.asarray(y).tobytes(), path
+            for shard in x.addressable_shards:
+                assert np.asarray(shard.data).tobytes() == np.asarray(y)[shard.index].tobytes(), path
     born = zero.init(lambda key: {"w": jax.random.normal(key, (57, 12))}, jax.random.key(0))
     want = jax.random.normal(jax.random.key(0), (57, 12))
     np.testing.assert_array_equal(zero.gather(born)["w"].addressable_data(0), want)

@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxzero
-from jaxzero import flat_files, manifest, storage
+from jaxzero import manifest, padded_files, storage
 
 
 def stacked(path):
@@ -58,10 +58,10 @@ def zoo():
 def way(request, monkeypatch):
     """The ways flat leaves are written: small ones whole, large ones by shares; as one process or as many do it."""
     if request.param.startswith("by shares"):
-        monkeypatch.setattr(flat_files, "SMALL_SHARE", 0)
+        monkeypatch.setattr(padded_files, "SMALL_SHARE", 0)
     if request.param.endswith("sent"):
-        monkeypatch.setattr(flat_files, "_all_here", lambda leaf: False)
-    monkeypatch.setattr(flat_files, "CHUNK_BYTES", 64)
+        monkeypatch.setattr(padded_files, "_all_here", lambda leaf: False)
+    monkeypatch.setattr(padded_files, "CHUNK_BYTES", 64)
     return request.param
 
 
@@ -482,7 +482,7 @@ def test_the_next_save_tells_that_one_failed(tmp_path, monkeypatch):
     params = zero.shard({"a": jnp.ones((5, 3))})
     jaxzero.save(tmp_path, 0, zero, params, None).wait()
     with monkeypatch.context() as m:
-        m.setattr(flat_files, "_write", fail)
+        m.setattr(padded_files, "_write", fail)
         failed = jaxzero.save(tmp_path, 1, zero, params, None)
         with pytest.raises(ValueError, match="could not be written: .*No space left on device.*Earlier checkpoints"):
             jaxzero.save(tmp_path, 2, zero, params, None)

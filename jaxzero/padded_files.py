@@ -1,8 +1,9 @@
-"""Flat, padded leaves in a checkpoint: on disk each has its logical shape, written and read share by share.
+"""Padded leaves in a checkpoint: on disk each has its logical shape, written and read share by share.
 
 An Orbax type handler. What Orbax does for other arrays it does around this one too: directories, atomic commit, the
-merge of what processes wrote. A share ends in mid-chunk, so each device also takes the first elements of the next
-share, up to the end of its last chunk; leaves whose shares are small are gathered instead, a slab at a time.
+merge of what processes wrote. The share of a flat leaf ends in mid-chunk, so each device also takes the first elements
+of the next share, up to the end of its last chunk; flat leaves with small shares are gathered instead, a slab at a
+time. Padded rows, of leaves that other mesh axes shard too, are boxes, which chunks are made to fill.
 """
 
 import asyncio
@@ -24,7 +25,7 @@ from . import exchange, mesh
 from .layout import Layout, Shape
 from .manual_region import open_region
 from .mesh import Axes
-from .pieces import Box, Chunks, boxes, extents
+from .pieces import Box, Chunks, boxes, extents, filling, within
 
 #: The size of chunks: what a reader of another layout reads too much, at each end of its share.
 CHUNK_BYTES = 4 * 2**20
@@ -37,13 +38,13 @@ Part = tuple[Box, np.ndarray]
 
 
 @dataclasses.dataclass(frozen=True)
-class FlatLeaf:
-    """A flat leaf to be saved.
+class PaddedLeaf:
+    """A padded leaf to be saved.
 
     Attributes:
       name: Its name in the checkpoint.
       value: The stored array.
-      layout: Its layout, of kind ``"flat"``.
+      layout: Its layout.
       mesh: The mesh.
       axes: The axes that split it.
     """
@@ -56,8 +57,8 @@ class FlatLeaf:
 
 
 @dataclasses.dataclass(kw_only=True)
-class FlatTarget(ocp.RestoreArgs):
-    """What a flat leaf is to be read into.
+class PaddedTarget(ocp.RestoreArgs):
+    """What a padded leaf is to be read into.
 
     Attributes:
       layout: The layout that it shall have.
@@ -68,8 +69,8 @@ class FlatTarget(ocp.RestoreArgs):
     sharding: NamedSharding
 
 
-class FlatHandler(ocp.type_handlers.TypeHandler):
-    """Writes and reads flat leaves; other programs see ordinary arrays of the logical shape."""
+class PaddedHandler(ocp.type_handlers.TypeHandler):
+    """Writes and reads padded leaves; other programs see ordinary arrays of the logical shape."""
 
     def typestr(self) -> str:
         """As for any array."""
@@ -82,7 +83,7 @@ class FlatHandler(ocp.type_handlers.TypeHandler):
     async def serialize(self, values: Sequence[Any], infos: Sequence[Any], args: Any = None) -> Sequence[Any]:
         """Copies this process's parts to the host, then writes them in the background."""
         copied = [_copied(leaf) for leaf in values]
-        return [ocp.future.CommitFutureAwaitingContractedSignals(_write(values, copied, infos), name="flat leaves")]
+        return [ocp.future.CommitFutureAwaitingContractedSignals(_write(values, copied, infos), name="padded leaves")]
 
     async def deserialize(self, infos: Sequence[Any], args: Any = None) -> Sequence[Any]:
         """Reads each device's share; the padding is zero."""
@@ -92,12 +93,15 @@ class FlatHandler(ocp.type_handlers.TypeHandler):
 # --- what this process writes -------------------------------------------------------------------
 
 
-def _copied(leaf: FlatLeaf) -> tuple[Shape, list[Part]]:
+def _copied(leaf: PaddedLeaf) -> tuple[Shape, list[Part]]:
     """The chunk shape on disk, which all processes agree on, and this process's parts, on the host."""
     layout, item = leaf.layout, leaf.value.dtype.itemsize
     spec = layout.spec(leaf.axes.shard)
     value = mesh.place("save", leaf.mesh, (), leaf.value, spec, leaf.axes.every)
     leaf = dataclasses.replace(leaf, value=value)
+    if layout.kind == "rows":
+        share = value.sharding.shard_shape(value.shape)
+        return filling(share, max(CHUNK_BYTES // item, 1)), list(_rows(value, layout.shape))
     if layout.length * item < SMALL_SHARE:
         chunks = Chunks.of(layout.shape, max(CHUNK_BYTES // item, 1))
         return chunks.chunk, list(_gathered(leaf, chunks))
@@ -106,7 +110,15 @@ def _copied(leaf: FlatLeaf) -> tuple[Shape, list[Part]]:
     return (1,) * layout.lead + chunks.chunk, list(_shares(leaf, chunks))
 
 
-def _shares(leaf: FlatLeaf, chunks: Chunks) -> Iterator[Part]:
+def _rows(value: jax.Array, shape: Shape) -> Iterator[Part]:
+    """Each share without its padding."""
+    for shard in value.addressable_shards:
+        box = within(shard.index, shape)
+        if shard.replica_id == 0 and all(extents(box)):
+            yield box, np.array(np.asarray(shard.data)[tuple(slice(d) for d in extents(box))])
+
+
+def _shares(leaf: PaddedLeaf, chunks: Chunks) -> Iterator[Part]:
     """Each share from the first chunk that begins in it to the first that begins in the next."""
     layout = leaf.layout
     inner, length = chunks.shape, layout.length
@@ -131,7 +143,7 @@ def _parts(layer: tuple[int, ...], inner: Shape, start: int, stop: int, row: np.
         at += math.prod(shape)
 
 
-def _all_here(leaf: FlatLeaf) -> bool:
+def _all_here(leaf: PaddedLeaf) -> bool:
     """Whether this process has every share: then nothing needs to be sent."""
     return leaf.value.is_fully_addressable
 
@@ -141,7 +153,7 @@ def _by_offset(x: jax.Array, layout: Layout) -> dict[int, jax.Array]:
     return {s.index[layout.lead].start or 0: s.data for s in x.addressable_shards if s.replica_id == 0}
 
 
-def _heads(leaf: FlatLeaf, count: int) -> Callable[[int], np.ndarray]:
+def _heads(leaf: PaddedLeaf, count: int) -> Callable[[int], np.ndarray]:
     """Offset of a share -> the first `count` elements (of each layer) of the share behind it."""
     layout = leaf.layout
     if _all_here(leaf):
@@ -164,7 +176,7 @@ def _next_of(on: Any, axes: Axes, layout: Layout, count: int) -> Callable[[Any],
     return jax.jit(open_region(on, axes, head, spec, spec))
 
 
-def _gathered(leaf: FlatLeaf, chunks: Chunks) -> Iterator[Part]:
+def _gathered(leaf: PaddedLeaf, chunks: Chunks) -> Iterator[Part]:
     """Whole slabs, by turns written by the processes of the mesh."""
     shape, lead = leaf.layout.shape, leaf.layout.lead
     if _all_here(leaf):
@@ -183,7 +195,7 @@ def _gathered(leaf: FlatLeaf, chunks: Chunks) -> Iterator[Part]:
             yield (slice(begin, at + rows), *(slice(0, d) for d in shape[1:])), host
 
 
-def _whole(leaf: FlatLeaf) -> np.ndarray:
+def _whole(leaf: PaddedLeaf) -> np.ndarray:
     """The logical array, on the host, of a leaf whose shares are all here."""
     shares = _by_offset(leaf.value, leaf.layout)
     joined = np.concatenate([np.asarray(shares[at]) for at in sorted(shares)], axis=-1)
@@ -204,7 +216,7 @@ def _slab(on: Any, axes: Axes, layout: Layout, rows: int) -> Callable[..., Any]:
     return jax.jit(open_region(on, axes, take, (layout.spec(axes.shard), whole), whole))
 
 
-async def _write(leaves: Sequence[FlatLeaf], copied: list[tuple[Shape, list[Part]]], infos: Sequence[Any]) -> None:
+async def _write(leaves: Sequence[PaddedLeaf], copied: list[tuple[Shape, list[Part]]], infos: Sequence[Any]) -> None:
     """One transaction for all: what is on disk grows with every commit."""
     transaction = ts.Transaction(atomic=True)
     writes = []
@@ -238,24 +250,34 @@ async def _all(operations: Sequence[Any]) -> None:
 # --- reading ------------------------------------------------------------------------------------
 
 
-async def _read(info: Any, target: FlatTarget) -> jax.Array:
+async def _read(info: Any, target: PaddedTarget) -> jax.Array:
     layout = target.layout
     spec = ocp.type_handlers.get_json_tspec_read(info, use_ocdbt=info.is_ocdbt_checkpoint)
     array = await ts.open(ts.Spec(spec), open=True, read=True, context=info.ts_context)
-    by_offset: dict[int, list[Any]] = {}
+    by_index: dict[Any, tuple[Box, list[Any]]] = {}
     for device, index in target.sharding.addressable_devices_indices_map(layout.stored_shape).items():
         assert index is not None
-        by_offset.setdefault(index[layout.lead].start or 0, []).append(device)
+        by_index.setdefault(str(index), (index, []))[1].append(device)
     shards = []
-    for offset, devices in by_offset.items():
-        share = await _read_share(array, layout, offset)
+    for index, devices in by_index.values():
+        share = await (_read_rows if layout.kind == "rows" else _read_share)(array, layout, index)
         for device in devices:
             here = jax.sharding.SingleDeviceSharding(device, memory_kind=target.sharding.memory_kind)
             shards.append(jax.device_put(share, here))
     return jax.make_array_from_single_device_arrays(layout.stored_shape, target.sharding, shards)
 
 
-async def _read_share(array: Any, layout: Layout, offset: int) -> np.ndarray:
+async def _read_rows(array: Any, layout: Layout, index: Box) -> np.ndarray:
+    box = within(index, layout.shape)
+    share = np.zeros(extents(within(index, layout.stored_shape)), array.dtype.numpy_dtype)
+    if all(extents(box)):
+        part = share[tuple(slice(d) for d in extents(box))]
+        await ts.array(part)[ts.d[:].translate_to[0]].write(array[box][ts.d[:].translate_to[0]])
+    return share
+
+
+async def _read_share(array: Any, layout: Layout, index: Box) -> np.ndarray:
+    offset = index[layout.lead].start or 0
     share = np.zeros(layout.local_shape, array.dtype.numpy_dtype)
     inner = layout.shape[layout.lead :]
     stop = min(offset + layout.length, math.prod(inner))
