@@ -268,13 +268,14 @@ def place(
 ) -> Any:
     """`x` placed as `spec` on the mesh, in memory `kind`; refuses a leaf that axes beside `own` and `spec` shard.
 
-    Concrete arrays are moved; traced ones are resharded on an Explicit mesh, and on an Auto one by the compiler.
+    Concrete arrays are moved; traced ones, in their own memory, are resharded on an Explicit mesh, and on an Auto one
+    by the compiler.
     """
     check_placement(call, mesh, path, x, own, spec)
-    target = written(mesh, spec, np.ndim(x), kind)
+    ndim = np.ndim(x)
     if not isinstance(x, jax.core.Tracer):
-        return put(x, target)
-    here = jax.typeof(x).sharding
+        return put(x, written(mesh, spec, ndim, kind))
+    here, target = jax.typeof(x).sharding, written(mesh, spec, ndim)
     if AxisType.Explicit in mesh.axis_types and (here.mesh.empty or here.spec != target.spec):
         return jax.reshard(x, target)
     return x
