@@ -3,8 +3,9 @@
 The compiler's time for one manual region grows with the square of the arrays that enter and leave it
 (2,000 leaves of Adam are 14,000 arrays and take minutes). The parts of an elementwise optimizer touch
 each other only through scalars such as the step count, so each can have its own region; what they share
-is evaluated in each. Numbers and storage do not change; each part gathers its own results, so there are at
-most `MOST` times as many buckets.
+is evaluated in each. A few scalars that are made of all leaves, such as the norm to clip by, are made in a region
+of their own before. Numbers and storage do not change; each part gathers its own results, so there are at most
+`MOST` times as many buckets.
 """
 
 import dataclasses
@@ -16,6 +17,8 @@ from .partition.elementwise import is_elementwise
 
 #: Arrays in and out of a program up to which one region is compiled; those of a part; the most parts.
 ONE_REGION, PART, MOST = 4096, 768, 20
+#: The most scalars, made of leaves, that a program may be cut at.
+SCALARS = 8
 
 _LOCAL = {"broadcast_in_dim", "reshape", "squeeze", "expand_dims"}
 
@@ -57,7 +60,7 @@ def parts(jaxpr: Any, leafy: Sequence[bool]) -> list[Part]:
     Returns:
       Parts that together give every result once, in the order of their first results.
     """
-    count = len(jaxpr.invars) + len(jaxpr.outvars)
+    count = _arrays(jaxpr)
     one = [_part(jaxpr, range(len(jaxpr.outvars)))]
     if count <= ONE_REGION or not _elementwise(jaxpr.eqns):
         return one
@@ -73,13 +76,54 @@ def parts(jaxpr: Any, leafy: Sequence[bool]) -> list[Part]:
     return [_part(jaxpr, sorted(b)) for b in bins]
 
 
-def _elementwise(eqns: Iterable[Any]) -> bool:
-    """Whether no equation mixes elements, so that no result can come out gathered."""
+def scalars(jaxpr: Any, leafy: Sequence[bool]) -> tuple[Part, Jaxpr] | None:
+    """Cuts a large program at the few scalars through which its leaves hang together.
+
+    Args:
+      jaxpr: An open program.
+      leafy: As for `parts`.
+
+    Returns:
+      The part whose results are the scalars, and the program that takes them as further inputs; `None` if there
+      are none, too many, or if making them takes more than elementwise equations and reductions.
+    """
+    if _arrays(jaxpr) <= ONE_REGION:
+        return None
+    depend = {v for v, leaf in zip(jaxpr.invars, leafy, strict=True) if leaf}
+    made: dict[Any, None] = {}
+    others = []
+    for eqn in jaxpr.eqns:
+        known = any(not isinstance(v, Literal) and v in depend for v in eqn.invars)
+        depend.update(eqn.outvars if known else ())
+        if known and not any(v.aval.shape for v in eqn.outvars):
+            made.update(dict.fromkeys(eqn.outvars))
+        else:
+            others.append(eqn)
+    atoms = [v for eqn in others for v in eqn.invars] + list(jaxpr.outvars)
+    read = {v for v in atoms if not isinstance(v, Literal)}
+    cut = [v for v in made if v in read]
+    first = _part(Jaxpr(jaxpr.constvars, jaxpr.invars, cut, jaxpr.eqns), range(len(cut)))
+    if not 0 < len(cut) <= SCALARS or not _elementwise(first.jaxpr.eqns, reductions=True):
+        return None
+    rest = Jaxpr(jaxpr.constvars, [*jaxpr.invars, *cut], jaxpr.outvars, others)
+    needed = _part(rest, range(len(jaxpr.outvars))).jaxpr.eqns
+    return first, dataclasses.replace(rest, eqns=needed)
+
+
+def _arrays(jaxpr: Any) -> int:
+    return len(jaxpr.invars) + len(jaxpr.outvars)
+
+
+def _elementwise(eqns: Iterable[Any], reductions: bool = False) -> bool:
+    """Whether no equation mixes elements, other than into scalars, so that no result can come out gathered."""
     for eqn in eqns:
-        if eqn.primitive.name in ("jit", "pjit"):
-            if not _elementwise(open_program(eqn.params["jaxpr"])[0].eqns):
+        name = eqn.primitive.name
+        if name in ("jit", "pjit"):
+            if not _elementwise(open_program(eqn.params["jaxpr"])[0].eqns, reductions):
                 return False
-        elif not (eqn.primitive.name in _LOCAL or is_elementwise(eqn)):
+        elif reductions and name.startswith("reduce_") and not any(v.aval.shape for v in eqn.outvars):
+            continue
+        elif not (name in _LOCAL or is_elementwise(eqn)):
             return False
     return True
 
