@@ -144,6 +144,7 @@ def test_parts_give_every_result_once(monkeypatch):
 
 def test_scalars_made_of_all_leaves_come_first(monkeypatch):
     monkeypatch.setattr(groups, "ONE_REGION", 2)
+    monkeypatch.setattr(groups, "PART", 2)
     leaves = [np.ones(3, np.float32)] * 4
 
     def clipped(*leaves):
