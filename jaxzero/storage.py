@@ -179,6 +179,11 @@ def complete_steps(directory: Any) -> list[int]:
             f"latest: {path} cannot be read: {error.strerror}. Expected a directory that may be listed, or none. Fix: "
             "its permissions."
         ) from error
+    except NotADirectoryError as error:
+        raise ValueError(
+            f"latest: {path} is a file. Expected the directory that jaxzero.save wrote to. Fix: the directory, not a "
+            "file in it."
+        ) from error
     except OSError:
         pass  # none there, or no local path: Orbax says
     steps = orbax().utils.checkpoint_steps(path) if path.exists() else []

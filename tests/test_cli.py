@@ -38,6 +38,15 @@ def pair(): return f32(3), "second"
 def broken(): return 1 / 0
 def bad_loss(): return params(), lambda p, x: x @ p["w"][:3], f32(16, 64)
 def clipped(): return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+def loud():
+    print("reading data")
+    return params(), lambda p, x: print("tracing") or loss(p, x), f32(16, 64)
+def loud_adam():
+    print("an optimizer")
+    adam = optax.adam(1e-3)
+    return adam._replace(init=lambda p: print("its state") or adam.init(p))
+def leaves(): raise SystemExit(0)
+def half(): return optax.GradientTransformation(lambda p: (), lambda u, s, p=None: 1 / 0)
 number = 3
 """
 
@@ -48,10 +57,11 @@ def models(tmp_path, monkeypatch):
     (tmp_path / "cli_models.py").write_text(MODELS)
     (tmp_path / "cli_bad_import.py").write_text("import numpyy\n")
     (tmp_path / "cli_bad_syntax.py").write_text("def f(:\n")
+    (tmp_path / "cli_leaves.py").write_text("import sys\nsys.exit()\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [p for p in sys.path if p])
     yield
-    for name in ("cli_models", "cli_bad_import", "cli_bad_syntax"):
+    for name in ("cli_models", "cli_bad_import", "cli_bad_syntax", "cli_leaves"):
         sys.modules.pop(name, None)
 
 
@@ -86,6 +96,15 @@ def test_plan_as_json(models, capsys):
     assert (found["shard_axis"], found["replica_axis"]) == (["data"], ["replica"])
     assert any("observed loss" in note for note in found["notes"])
     assert {row["phase"] for row in found["traffic"] if row["kind"] == "all-reduce"} == {"gradient", "update"}  # clip
+
+
+@pytest.mark.parametrize("command", ["plan", "compile"])
+def test_json_is_all_of_stdout(models, capsys, command):
+    """What the user's code prints, while it is called or traced, goes to stderr."""
+    arguments = ("--mesh", "data=8", "--optimizer", "cli_models:loud_adam", "--json")
+    status, out, err = run(capsys, command, "cli_models:loud", *arguments)
+    assert (status, json.loads(out)["target"]) == (0, "cli_models:loud"), err
+    assert {"reading data", "tracing", "an optimizer", "its state"} <= set(err.splitlines())
 
 
 def test_options_reach_zero():
@@ -246,7 +265,15 @@ BAD = [
     (("plan", "cli_models:params", *MESH, "--shard-axis", "dat"), ["shard_axis='dat'", "data"]),
     (("plan", "cli_models:params", *MESH, "--regather", "local"), ["regather='local' with stage=2", "Fix"]),
     (("plan", "cli_models:params", *MESH, "--accumulate", "0"), ["accumulate=0"]),
+    (("plan", "cli_models:mlp", *MESH, "--accumulate", "0"), ["accumulate=0"]),
     (("plan", "cli_models:mlp", "--mesh", "data=3"), ["16 examples", "--batch 18"]),
+    (("plan", "cli_models:params", *MESH, "--batch", "16"), ["--batch: 16", "no examples", "Fix"]),
+    (("plan", "cli_models:leaves", *MESH), ["cli_models:leaves raised SystemExit: 0 at cli_models.py"]),
+    (("plan", "cli_leaves:f", *MESH), ["importing cli_leaves raised SystemExit"]),
+    (("plan", "cli_models:params", *MESH, "--optimizer", "cli_models:half"), ["cli_models:half raised ZeroDivisionE"]),
+    (("plan", "cli_models:params", *MESH, "--optimizer", "lbfgs"), ["optax's lbfgs raised TypeError", "'value'"]),
+    (("compile", "cli_models:mlp", "--mesh", "data=4096"), ["4096", "at most 2048 virtual CPU devices", "Fix"]),
+    (("export", "cli_models.py"), ["cli_models.py", "is a file"]),
     (("compile", "cli_models:mlp", "--topology", "h10:2x8"), ["'h10:2x8' is no known machine", "did you mean 'h100'"]),
     (("compile", "cli_models:mlp", "--topology", "h100:2"), ["nodes x GPUs", "Fix"]),
     (("compile", "cli_models:mlp"), ["neither --topology nor --mesh", "Fix"]),

@@ -32,6 +32,9 @@ from . import problem as problems
 from .problem import Problem
 from .settings import Settings, mesh_sizes
 
+#: Of more virtual CPU devices JAX thinks that they are those of several processes.
+MOST = 2048
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Compile(Settings):
@@ -69,8 +72,14 @@ class Compile(Settings):
         if self.topology is None:
             if sizes is None:
                 raise ValueError("neither --topology nor --mesh is given. Fix: for example --topology h100:2x8.")
+            count = math.prod(sizes.values())
+            if count > MOST:
+                raise ValueError(
+                    f"--mesh {self.mesh}: {count} devices; a process has at most {MOST} virtual CPU devices. Fix: a "
+                    "smaller mesh, or --topology."
+                )
             jax.config.update("jax_platforms", "cpu")
-            jax.config.update("jax_num_cpu_devices", math.prod(sizes.values()))
+            jax.config.update("jax_num_cpu_devices", count)
             devices = np.array(jax.devices("cpu"))
         else:
             devices = topology(self.topology)

@@ -9,7 +9,7 @@ import optax
 import optax.contrib
 
 from ..options import nearest
-from .user_code import load, running
+from .user_code import guarded, load, running
 
 RATE = 1e-3  # any: nothing that is planned or compiled depends on it
 
@@ -38,8 +38,13 @@ def make(name: str) -> optax.GradientTransformation:
                 f"--optimizer {name}: found a {type(inner).__name__}; expected an optax.GradientTransformation, or a "
                 "function that returns one."
             )
-        return inner
+        return _guarded(name, inner)
     if name not in known():
         fix = nearest(name, known()) or "Fix: module:function names one of your own."
         raise ValueError(f"--optimizer {name}: optax has no such optimizer. {fix}")
-    return known()[name](learning_rate=RATE)
+    return _guarded(f"optax's {name}", known()[name](learning_rate=RATE))
+
+
+def _guarded(name: str, inner: optax.GradientTransformation) -> optax.GradientTransformation:
+    """The same optimizer, its errors in one line: some need more arguments than a plan has."""
+    return inner._replace(init=guarded(name, inner.init), update=guarded(name, inner.update))

@@ -39,8 +39,13 @@ class Problem:
         """The same with so many examples, if they can be dealt over devices and micro-steps."""
         dealt = [x for i, x in enumerate(self.batch, 1) if i not in self.whole]
         leading = [x.shape[0] for x in jax.tree.leaves(dealt) if x.shape]
-        if not leading:
+        if not leading and examples is None:
             return self
+        if not leading:
+            raise ValueError(
+                f"--batch: {examples} examples, but the function returns no examples. Fix: drop --batch, or return "
+                "(parameters, loss_fn, *batch)."
+            )
         count = leading[0] if examples is None else examples
         if count < 1 or count % (devices * steps):
             raise ValueError(

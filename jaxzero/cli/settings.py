@@ -8,6 +8,7 @@ import optax
 import tyro
 from jax.sharding import AbstractMesh
 
+from ..losses import How
 from ..options import BUCKET_BYTES, CHUNK_BYTES, PERSIST_BYTES, PREFETCH
 from ..zero import Zero
 from . import optimizers
@@ -53,6 +54,7 @@ class Settings:
 
     def zero(self, mesh: Any) -> Zero:
         """The `Zero` over a mesh."""
+        How(accumulate=self.accumulate).check("value_and_grad", self.stage)
         given = tuple(filter(None, self.replica_axis.split(",")))
         replica = given or tuple(a for a in mesh.axis_names if a == REPLICA)
         shard = tuple(filter(None, self.shard_axis.split(",")))

@@ -1,11 +1,12 @@
 """Objects that users name as `module:function`, and errors of their code in one line."""
 
+import functools
 import importlib
 import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from typing import Any
 
 from ..options import nearest
@@ -13,10 +14,11 @@ from ..options import nearest
 
 @contextmanager
 def running(what: str) -> Iterator[None]:
-    """Turns whatever the user's code raises into one line that says where."""
+    """Turns whatever the user's code raises into one line that says where; what it prints is no result."""
     try:
-        yield
-    except Exception as error:
+        with redirect_stdout(sys.stderr):
+            yield
+    except (Exception, SystemExit) as error:
         frames = traceback.extract_tb(error.__traceback__)
         theirs = [f for f in frames if not f.filename.startswith(("<", *_NOT_THEIRS)) and _SITE not in f.filename]
         where = f" at {os.path.relpath(theirs[-1].filename)}:{theirs[-1].lineno}" if theirs else ""
@@ -30,9 +32,10 @@ _NOT_THEIRS, _SITE = (os.path.dirname(os.path.dirname(__file__)), os.path.dirnam
 def guarded(what: str, f: Callable[..., Any]) -> Callable[..., Any]:
     """The user's function, its errors in one line."""
 
-    def call(*args: Any) -> Any:
+    @functools.wraps(f)
+    def call(*args: Any, **more: Any) -> Any:
         with running(what):
-            return f(*args)
+            return f(*args, **more)
 
     return call
 
@@ -45,18 +48,16 @@ def load(name: str) -> Any:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        found: Any = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if not f"{module_name}.".startswith(f"{error.name}."):
-            with running(f"importing {module_name}"):
-                raise
+        with running(f"importing {module_name}"):
+            found: Any = importlib.import_module(module_name)
+    except ValueError as error:
+        cause = error.__cause__
+        if not isinstance(cause, ModuleNotFoundError) or not f"{module_name}.".startswith(f"{cause.name}."):
+            raise
         raise ValueError(
             f"no module {module_name!r} here or among the installed packages. Expected module:function. Fix: run in "
             "its folder, or install its package."
         ) from None
-    except Exception:
-        with running(f"importing {module_name}"):
-            raise
     for part in path.split("."):
         if not hasattr(found, part):
             names = [n for n in vars(found) if not n.startswith("_")] if hasattr(found, "__dict__") else []
