@@ -165,8 +165,8 @@ def restore(
     params = entries.of_tree(zero, abstract_params, axes)
     leaves, state = entries.of_params(zero, params), None
     if inner is not None:
-        names = {name for name in told["leaves"] if name.split("/")[0] == entries.STATE}
-        state = entries.wanted_state(inner, params, axes, names)
+        saved = {name: leaf for name, leaf in told["leaves"].items() if name.split("/")[0] == entries.STATE}
+        state = entries.wanted_state(inner, params, axes, saved)
         leaves = leaves + entries.of_state(zero, state_leaves(state, params.leaves, axes.n))
     entries.check_names("restore", leaves)
     manifest.check_leaves(path, told, leaves, params_only=inner is None, partial=partial)

@@ -1,7 +1,7 @@
 """The leaves of a checkpoint: names and logical shapes of parameters and optimizer state."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -132,7 +132,7 @@ def saved(zero: Options | None, axes: Axes, params: Any, opt_state: Any, inner: 
 
 def _by_inner(opt_state: Any, leaves: Leaves, axes: Axes, inner: Any) -> list[StateLeaf]:
     """The leaves of the state as the inner optimizer makes it."""
-    checks.inner_optimizer(inner, ShardedOptimizer)
+    checks.inner_optimizer(inner, ShardedOptimizer, "save")
     return state_leaves(programs.logical_state(inner, leaves, opt_state, axes), leaves.leaves, axes.n)
 
 
@@ -163,8 +163,9 @@ def _by_params(opt_state: Any, leaves: Leaves, axes: Axes) -> list[StateLeaf]:
     return out
 
 
-def wanted_state(inner: Any, params: Leaves, axes: Axes, names: set[str]) -> Any:
-    """Abstract state at logical shapes, as it was when leaves of these names were saved: it may have grown."""
-    checks.inner_optimizer(inner, ShardedOptimizer)
-    named = lambda state: {e.name for e in of_state(None, state_leaves(state, params.leaves, axes.n))}
-    return programs.state_that(inner, params, axes, lambda state: named(state) == names)
+def wanted_state(inner: Any, params: Leaves, axes: Axes, found: Mapping[str, Any]) -> Any:
+    """Abstract state at logical shapes, as it was when leaves `found` were saved: it may have grown since `init`."""
+    checks.inner_optimizer(inner, ShardedOptimizer, "restore")
+    entries = lambda state: of_state(None, state_leaves(state, params.leaves, axes.n))
+    fitting = lambda state: sum(found.get(e.name) == e.described for e in entries(state))
+    return programs.state_that(inner, params, axes, fitting, len(found))

@@ -16,6 +16,7 @@ import optax
 
 from . import checks
 from .losses import How
+from .mesh import path_text
 from .programs import accepts
 from .wrapper import ShardedOptimizer
 
@@ -101,13 +102,14 @@ def dynamic_loss_scale(
     _check(initial_scale, growth_interval, growth_factor, backoff_factor, min_scale)
 
     def init(params: Any) -> DynamicLossScaleState:
-        zero = jnp.zeros((), jnp.int32)
-        return DynamicLossScaleState(jnp.float32(initial_scale), zero, zero, inner.init(params))
+        zero = lambda: jnp.zeros((), jnp.int32)  # no array twice: the state may be donated
+        return DynamicLossScaleState(jnp.float32(initial_scale), zero(), zero(), inner.init(params))
 
     def update(grads: Any, state: DynamicLossScaleState, params: Any = None, **extra: Any) -> Any:
         scale, finite = state.loss_scale, all_finite(grads)
         extra = {name: value for name, value in extra.items() if accepts(inner, name)}
         updates, inner_state = inner.update(unscaled(grads, scale, finite), state.inner_state, params, **extra)
+        _check_structure(state.inner_state, inner_state)
         updates = jax.tree.map(lambda u: jnp.where(finite, u, jnp.zeros_like(u)), updates)
         inner_state = jax.tree.map(lambda new, old: _choose(finite, new, old), inner_state, state.inner_state)
         good = jnp.where(finite, state.good_steps + 1, 0)
@@ -150,6 +152,17 @@ def _choose(finite: Any, new: Any, old: Any) -> Any:
     if jnp.issubdtype(dtype, jax.dtypes.prng_key):
         return jnp.where(finite, new, old)
     return jnp.where(finite, jnp.asarray(new).astype(dtype), old)
+
+
+def _check_structure(old: Any, new: Any) -> None:
+    if jax.tree.structure(old) != jax.tree.structure(new):
+        names = lambda tree: {path_text(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)}
+        raise ValueError(
+            f"dynamic_loss_scale: the state of inner has other leaves after an update than before. Found "
+            f"{sorted(names(new) ^ names(old))[:4]} in one of the two; expected the same in both, or a skipped step "
+            "could not leave it as it was. Fix: put what grows (optax.monitor) around it: "
+            "optax.chain(jaxzero.dynamic_loss_scale(inner), optax.monitor(...))."
+        )
 
 
 def _check(initial_scale: Any, growth_interval: Any, growth_factor: Any, backoff_factor: Any, min_scale: Any) -> None:

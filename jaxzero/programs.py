@@ -217,17 +217,20 @@ def logical_state(inner: optax.GradientTransformation, params: Leaves, state: An
     return _logical(state, trace_init(inner, params, axes).out, lambda s: _after(inner, params, s, axes))
 
 
-def state_that(inner: optax.GradientTransformation, params: Leaves, axes: Axes, fits: Callable[[Any], bool]) -> Any:
-    """The abstract state, of `init` or of a later step where it grew, that fits; of `init` where none does."""
-    initial = candidate = trace_init(inner, params, axes).out
+def state_that(
+    inner: optax.GradientTransformation, params: Leaves, axes: Axes, fitting: Callable[[Any], int], enough: int
+) -> Any:
+    """The abstract state, of `init` or of a later step where it grew or changed dtypes, of which most leaves fit."""
+    best = candidate = trace_init(inner, params, axes).out
     for _ in range(_GROWTHS):
-        if fits(candidate):
-            return candidate
+        best = max(best, candidate, key=fitting)
+        if fitting(best) >= enough:
+            break
         try:
             candidate = _after(inner, params, candidate, axes)
         except (TypeError, ValueError):  # it needs more than gradients, so nobody can tell
             break
-    return initial
+    return best
 
 
 def _after(inner: optax.GradientTransformation, params: Leaves, state: Any, axes: Axes) -> Any:

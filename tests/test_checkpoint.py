@@ -174,6 +174,19 @@ def test_state_that_grew(tmp_path):
         assert_same(restored.opt_state, state)
 
 
+def test_state_that_changed_its_dtype(tmp_path):
+    """With bfloat16 beside float32, `inject_hyperparams` casts its numbers as it likes: moments widen in the first step."""
+    inner = optax.inject_hyperparams(optax.adam)(1e-2)
+    zero, params = jaxzero.Zero(helpers.make_mesh(8)), {"a": jnp.ones(5), "b": jnp.ones(9, jnp.bfloat16)}
+    tx = zero.optimizer(inner)
+    first = tx.init(params)
+    _, second = tx.update(params, first, params)
+    assert first.inner_state[0].mu["b"].dtype != second.inner_state[0].mu["b"].dtype
+    for step, state in enumerate((first, second)):
+        jaxzero.save(tmp_path, step, zero, params, state).wait()
+        assert_same(jaxzero.restore(tmp_path, zero, cases.abstract(params), inner).opt_state, state)
+
+
 def test_a_state_leaf_of_unknown_shape_needs_the_optimizer(tmp_path):
     with pytest.raises(ValueError, match=r"opt_state|state leaf '.*v_row/matrix'.*Fix: jaxzero.save\(.*inner\)"):
         save(tmp_path, jaxzero.Zero(helpers.make_mesh(8)), ODD, optax.adafactor(1e-2))

@@ -187,6 +187,36 @@ def test_narrow_parameters_without_master_weights():
     assert optax.apply_updates(params, updates).dtype == jnp.float16
 
 
+def test_jz_016_the_first_state_may_be_donated():
+    """Without a mesh, too: no array stands in the state twice."""
+    tx = jaxzero.dynamic_loss_scale(jaxzero.master_weights(optax.adam(1e-2)))
+    params = {"a": jnp.ones(4, jnp.float16), "b": jnp.ones(3)}
+    state = tx.init(params)
+    arrays = jax.tree.leaves((params, state))
+    assert len({x.unsafe_buffer_pointer() for x in arrays}) == len(arrays)
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def step(params, state):
+        updates, state = tx.update(jax.tree.map(jnp.ones_like, params), state, params)
+        return optax.apply_updates(params, updates), state
+
+    _, state = step(*step(params, state))
+    assert int(state.good_steps) == 2
+
+
+def test_an_inner_state_that_grows(mesh8):
+    """A skipped step could not leave it as it was, so it is refused inside; around the scale it is right."""
+    monitor = optax.monitor({"norm": optax.tree.norm})
+    params = {"w": jnp.ones(9)}
+    for wrap in (lambda tx: tx, jaxzero.Zero(mesh8).optimizer):
+        inside = wrap(jaxzero.dynamic_loss_scale(optax.chain(optax.sgd(0.5), monitor)))
+        with pytest.raises(ValueError, match=r"dynamic_loss_scale: .*other leaves.*'1/measurements/norm'.*Fix: put"):
+            inside.update(params, inside.init(params), params)
+        around = wrap(optax.chain(jaxzero.dynamic_loss_scale(optax.sgd(2.0**15)), monitor))
+        _, state = around.update(params, around.init(params), params)
+        np.testing.assert_allclose(state[1].measurements["norm"], 3.0, rtol=1e-6)
+
+
 # --- the loss ------------------------------------------------------------------------------------
 
 
