@@ -37,13 +37,13 @@ class Argument(NamedTuple):
     Attributes:
       number: Its position among those that the compiled program kept.
       name: As the traced function named it, for example ``state[0].mu['w']``; empty where the text does not say.
-      size: Its elements.
+      shape: Its shape.
       nbytes: Its bytes.
     """
 
     number: int
     name: str
-    size: int
+    shape: tuple[int, ...]
     nbytes: int
 
 
@@ -73,6 +73,11 @@ class Program:
     def on_tpu(self) -> bool:
         """Whether it was compiled for TPUs: only they have tiled layouts."""
         return ":T(" in self.header
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether it was compiled for CPUs: nothing begins in one instruction and ends in another."""
+        return not self.on_tpu and not any(x.op.endswith("-start") for body in self.computations.values() for x in body)
 
     def times(self, computation: str) -> int:
         """How often a computation runs: loops in loops multiply, a branch counts as taken."""
@@ -113,7 +118,7 @@ class Program:
                 number = re.search(r" parameter\((\d+)\)", x.line)
                 name = re.search(r'op_name="((?:[^"\\]|\\.)*)"', x.line)
                 text = name[1].replace("\\'", "'").replace('\\"', '"') if name else ""
-                out.append(Argument(int(number[1]) if number else -1, text, elements(x.type), nbytes(x.type)))
+                out.append(Argument(int(number[1]) if number else -1, text, _dims(x.type), nbytes(x.type)))
         return sorted(out)
 
     def reused(self) -> set[int]:
@@ -175,9 +180,10 @@ def nbytes(type_text: str) -> int:
     return sum(sizes(type_text))
 
 
-def elements(type_text: str) -> int:
-    """Elements of all arrays of a type."""
-    return sum(_count(dims) for _, dims in _ARRAY.findall(type_text))
+def _dims(type_text: str) -> tuple[int, ...]:
+    """The shape of an array."""
+    found = _ARRAY.search(type_text)
+    return tuple(int(d) for d in found[2].split(",") if d) if found else ()
 
 
 def _width(kind: str) -> int:

@@ -251,10 +251,11 @@ def _grad_bytes(options: Options, leaf: Leaf, stage: int) -> int:
 
 def _bytes(options: Options, leaf: Leaf, split: bool) -> int:
     shape = leaf.cut.stored_shape if split and leaf.layout else leaf.shape
-    return nbytes(_local(options, shape, leaf.spec(options.shard_axes if split else None)), leaf.dtype)
+    return nbytes(local_shape(options, shape, leaf.spec(options.shard_axes if split else None)), leaf.dtype)
 
 
-def _local(options: Options, shape: Shape, spec: PartitionSpec) -> Shape:
+def local_shape(options: Options, shape: Shape, spec: PartitionSpec) -> Shape:
+    """The shape on one device."""
     return NamedSharding(options.mesh, spec).shard_shape(shape)
 
 
@@ -279,5 +280,5 @@ def _state(
     unsharded = 0
     for path, x in jax.tree_util.tree_leaves_with_path(plain):
         leaf = owner(path, x.shape, by_path)
-        unsharded += nbytes(x.shape if leaf is None else _local(options, x.shape, leaf.spec(None)), x.dtype)
+        unsharded += nbytes(x.shape if leaf is None else local_shape(options, x.shape, leaf.spec(None)), x.dtype)
     return own, other, hosted, unsharded

@@ -10,6 +10,7 @@ import optax
 from . import plan as planning
 from .hlo import GATHER, REDUCE, SCATTER, Collectives, collectives
 from .hlo_text import Argument, Program, parse, sizes, text_of
+from .layout import Shape
 from .mesh import Axes, path_text
 from .options import Options
 from .partition import size_text
@@ -88,7 +89,7 @@ def verify(
         )
     found = collectives(compiled, options.mesh)
     leaves = [leaf for leaf in options.leaves(params, axes.n).leaves if leaf.layout is not None]
-    owned = _owned(program, leaves)
+    owned = _owned(options, program, leaves)
     checks = [
         *_traffic(options, program, plan, found, axes, inner is not None),
         *_on_use(options, program, found, leaves, axes, accumulate),
@@ -124,6 +125,8 @@ def _traffic(
     if program.on_tpu:  # an all-reduce sends twice what it stands for
         most = _together({key: nbytes if key[0] == REDUCE else 2 * nbytes for key, nbytes in promised.items()})
         promised, sent = _together(promised), _together(sent)
+    elif program.on_cpu and _narrow(options, plan):
+        most = {key: 2 * nbytes for key, nbytes in promised.items()}
     for key in sorted({*promised, *sent}):
         want, have = promised.get(key, 0.0), sent.get(key, 0.0)
         low, high = _limits(options, program, key[0], want, most.get(key, 0.0))
@@ -143,6 +146,12 @@ def _together(sent: dict[tuple[str, tuple[str, ...]], float]) -> dict[tuple[str,
     for (_, over), nbytes in sent.items():
         out[ANY, over] = out.get((ANY, over), 0.0) + nbytes
     return out
+
+
+def _narrow(options: Options, plan: Plan) -> bool:
+    """Whether numbers of 16 bits travel: XLA sends them as float32 between CPUs."""
+    wire = [options.reduce_dtype or "float32", *(leaf.dtype for leaf in plan.leaves if leaf.layout != "whole")]
+    return any(jax.numpy.dtype(dtype).itemsize < 4 for dtype in wire)
 
 
 def _limits(options: Options, program: Program, kind: str, promised: float, most: float) -> tuple[float, float]:
@@ -225,14 +234,17 @@ def _nbytes(leaf: Leaf) -> int:
     return leaf.cut.size * jax.numpy.dtype(leaf.dtype).itemsize
 
 
-def _owned(program: Program, leaves: Sequence[Leaf]) -> list[tuple[Argument, Leaf]]:
-    """The arguments that are parameters, or state of one: those whose name ends with its path."""
+def _owned(options: Options, program: Program, leaves: Sequence[Leaf]) -> list[tuple[Argument, Leaf]]:
+    """The arguments that are parameters, or state like one: their names end with its path, and they have its shape.
+
+    Other shapes are those of examples that are called like a parameter, or of state of another shape (Adafactor).
+    """
     by_name = {jax.tree_util.keystr(leaf.path): leaf for leaf in leaves}
     out = []
     for argument in program.arguments():
         name = argument.name.removesuffix(".value")
         longest = max((text for text in by_name if name.endswith(text)), key=len, default=None)
-        if longest is not None and (longest or argument.size in _sizes(by_name[longest])):
+        if longest is not None and argument.shape in _shapes(options, by_name[longest]):
             out.append((argument, by_name[longest]))
     if leaves and not out:
         raise ValueError(
@@ -243,12 +255,13 @@ def _owned(program: Program, leaves: Sequence[Leaf]) -> list[tuple[Argument, Lea
     return out
 
 
-def _sizes(leaf: Leaf) -> tuple[int, int]:
-    """Elements on one device: split, and whole."""
-    local = 1
-    for d in leaf.cut.local_shape:
-        local *= d
-    return local, leaf.cut.size
+def _shapes(options: Options, leaf: Leaf) -> tuple[Shape, Shape, Shape]:
+    """Shapes on one device: split, whole, and whole with padding."""
+    split, whole = leaf.spec(options.shard_axes), leaf.spec(None)
+    stored = leaf.cut.stored_shape
+    ways = ((stored, split), (leaf.shape, whole), (stored, whole))
+    one, two, three = (planning.local_shape(options, shape, spec) for shape, spec in ways)
+    return one, two, three
 
 
 def _at_rest(
@@ -257,8 +270,8 @@ def _at_rest(
     """No leaf of state is whole, no parameter of stage 3; and all together are no more than planned."""
     whole: dict[Any, list[Argument]] = {}
     for argument, leaf in owned:
-        local, full = _sizes(leaf)
-        if argument.size >= full > local:
+        split, *full = _shapes(options, leaf)
+        if argument.shape in full and argument.shape != split:
             whole.setdefault(leaf.path, []).append(argument)
     allowed = 0 if options.stage == 3 else 1  # the parameter itself
     for path, arguments in whole.items():

@@ -171,8 +171,8 @@ def test_fusions_of_tpus():
 def test_arguments_and_what_is_reused():
     program = hlo_text.parse(GPU)
     assert program.arguments() == [
-        hlo_text.Argument(0, "params['w'].value", 8, 32),
-        hlo_text.Argument(1, "", 64, 256),
+        hlo_text.Argument(0, "params['w'].value", (1, 8), 32),
+        hlo_text.Argument(1, "", (8, 8), 256),
     ]
     assert program.reused() == set()
     alias = "input_output_alias={ {0}: (0, {}, may-alias), {1}: (3, {}, must-alias) }, num"

@@ -117,6 +117,24 @@ def test_compiled_here(name, message):
         zero.verify(build(), PARAMS, INNER, **how)
 
 
+@pytest.mark.parametrize("inner", [INNER, optax.lbfgs(1e-3, memory_size=8, linesearch=None)], ids=["adam", "lbfgs"])
+def test_names_and_dtypes_that_mislead(inner):
+    """Examples that are called like a parameter, state with more elements than one, and bfloat16, which CPUs widen."""
+    zero = jaxzero.Zero(verify_steps.flat(devices()))
+    tx, params = zero.optimizer(inner), zero.shard({"x": jnp.ones((64, 64)), "h": jnp.ones((128, 64), jnp.bfloat16)})
+
+    def loss(p, batch):
+        return jnp.mean((batch["x"] @ p["x"]) ** 2) + jnp.mean(jnp.square(p["h"].astype(jnp.float32)))
+
+    def step(params, state, batch):
+        _, grads = zero.value_and_grad(loss)(params, batch)
+        return zero.apply(tx, grads, state, params)
+
+    batch = {"x": jax.ShapeDtypeStruct((1024, 64), jnp.float32)}
+    compiled = jax.jit(step, donate_argnums=(0, 1)).lower(params, tx.init(params), batch).compile()
+    assert zero.verify(compiled, params, inner)
+
+
 # --- changed texts -------------------------------------------------------------------------------
 
 
