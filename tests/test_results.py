@@ -3,13 +3,17 @@
 import json
 
 import jax
+import machines
 import models
 import numpy as np
+import offload
 import optax
 import pytest
 import report
 import results
 import ways
+
+import jaxzero
 
 TINY = dict(vocabulary=41, width=16, layers=2, heads=2)
 LLAMA = dict(vocabulary=19, width=16, hidden=24, layers=2, heads=4, groups=2, batch=(2, 4))
@@ -53,6 +57,24 @@ def test_every_way_is_the_same_step(mesh8, way):
     np.testing.assert_allclose(value, expected, rtol=1e-5)
     for x, like in zip(jax.tree.leaves(new), jax.tree.leaves(step.params), strict=True):
         assert x.sharding.is_equivalent_to(like.sharding, x.ndim)
+
+
+def test_large_models_in_the_ways_that_fit(mesh8):
+    native, scanned = "FSDP + remat + scan", "stage 3 + remat + scan"
+    assert machines.large("llama") == [f"{scanned}, sums in bfloat16", scanned, native]
+    assert machines.large("gpt") == [scanned, "stage 3 + remat", "stage 3", native, "FSDP + remat", "FSDP"]
+    params, _, tokens = machines.model("llama", mesh8)(models.How())
+    assert (tokens.shape, params["head"].dtype) == ((8, 2049), ways.WAYS[machines.large("llama")[0]].reduce_dtype)
+
+
+@pytest.mark.slow
+def test_offload_compiles_the_same_model(mesh8, monkeypatch):
+    monkeypatch.setitem(machines.MODELS, "gpt", (lambda texts, how: gpt(how), 2))
+    found = offload.compiled(mesh8, offload.OFFLOAD["params"], True).memory_analysis()
+    params, loss, tokens = gpt(models.How())
+    rest = jaxzero.Zero(mesh8, stage=3).observe(loss, params, tokens).plan(params, optax.adamw(1.0)).at_rest[3]
+    arguments = found.argument_size_in_bytes + found.host_argument_size_in_bytes
+    assert arguments == rest.parameters + rest.state + 4 * tokens.size // 8
 
 
 def document(rows, about):
