@@ -123,6 +123,8 @@ class Options:
             )
         if manual:
             meshes.check_hops(jax.sharding.get_abstract_mesh(), self.shard_axes, self.hierarchical)
+        elif self.mesh is not None:
+            _check_types(call, self.mesh)
         axes = meshes.resolve(call, self.mesh, self.shard_axes, self.replica_axes, manual)
         return dataclasses.replace(axes, hierarchical=self.hierarchical is not False), manual
 
@@ -205,6 +207,16 @@ def nearest(name: str, known: Iterable[str], form: str = "{!r}") -> str:
 def _check_count(name: str, value: Any, least: int, what: str) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ValueError(f"Zero: {name}={value!r}. Expected an int of at least {least}: {what}")
+
+
+def _check_types(call: str, mesh: Any) -> None:
+    types = {name: kind.name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)}
+    if len({*types.values()}) > 1:
+        raise ValueError(
+            f"{call}: the axes of the mesh are of different types. Found {types}; expected all Auto or all Explicit. "
+            f"Fix: jax.make_mesh(sizes, names, axis_types=(jax.sharding.AxisType.Auto,) * {len(types)}), or call it in "
+            "a shard_map of yours."
+        )
 
 
 def _check_dtype(dtype: Any) -> None:

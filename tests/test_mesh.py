@@ -7,7 +7,7 @@ import numpy as np
 import optax
 import pytest
 from jax import lax
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxzero
@@ -118,6 +118,18 @@ def test_place(mesh, explicit):
     other = jax.device_put(np.arange(8.0), jax.NamedSharding(two, P("model")))
     with pytest.raises(ValueError, match=r"call: leaf '\(root\)' is already sharded over other mesh axes.*'model'"):
         place("call", two, (), other, P("data"), ("data",))
+
+
+@pytest.mark.parametrize("types", [(AxisType.Auto, AxisType.Explicit), (AxisType.Explicit, AxisType.Auto)])
+@pytest.mark.parametrize("options", [{}, dict(shard_axis=("data", "other")), dict(replica_axis="other")])
+def test_axes_of_different_types_are_refused(types, options):
+    on = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "other"), axis_types=types)
+    zero = jaxzero.Zero(on, **options)
+    found = r"Found \{'data': '\w+', 'other': '\w+'\}; expected all Auto or all Explicit\. Fix: jax\.make_mesh"
+    with pytest.raises(ValueError, match="shard: the axes of the mesh are of different types. " + found):
+        zero.shard({"w": jnp.ones(5)})
+    with pytest.raises(ValueError, match="init: the axes"):
+        zero.optimizer(optax.sgd(0.1)).init({"w": jnp.ones(5)})
 
 
 # --- one program for what was placed and for what a program returned ------------------------------
