@@ -30,11 +30,11 @@ def born(options: Options, init_fn: Callable[..., Any], *args: Any) -> Any:
     if not mesh.is_traced(args):
         processes.agree("init", options, processes.digests(args))
     if options.stage < 3:
-        with _naming_boxes(options, init_fn, args):
-            traced = mesh.is_traced(args)
-            params = init_fn(*args) if traced else _born_whole(options, init_fn, args)
-        if traced:
+        if mesh.is_traced(args):
+            with _naming_boxes(options, init_fn, args):
+                params = init_fn(*args)
             return shard(options, params, "init")
+        params = _born_whole(options, init_fn, args)
         return shard(options, params, "init") if options.offload else params
     axes, _ = options.context("init")
     arrays, tree = jax.tree.flatten(args)
@@ -77,7 +77,8 @@ def _naming_boxes(options: Options, init_fn: Callable[..., Any], args: Any) -> I
 
 
 def _born_whole(options: Options, init_fn: Callable[..., Any], args: Any) -> Any:
-    out = jax.eval_shape(init_fn, *args)
+    with _naming_boxes(options, init_fn, args):
+        out = jax.eval_shape(init_fn, *args)
     checks.parameters("init", options, out)
     leaves = options.leaves(out, 1)
     placed = leaves.unflatten([mesh.written(options.mesh, x.spec(None), len(x.shape)) for x in leaves.leaves])
@@ -189,7 +190,7 @@ def specs(options: Options, tree: Any) -> Any:
         if isinstance(sharding, NamedSharding) and axes.n > 1:  # over one device JAX drops the axis
             return _written(only(sharding.spec, axes.every), axes)
         shape, _ = shape_dtype(x)
-        if shape and options.param_specs is not None:
+        if shape and options.param_specs is not None and axes.n > 1:  # one share is the whole, whatever it is cut along
             raise ValueError(
                 f"specs: leaf {path_text(path)!r} of shape {shape} shows no NamedSharding, and with param_specs its "
                 "shape alone does not say how it is cut. Expected arrays, or abstract ones with shardings. Fix: "

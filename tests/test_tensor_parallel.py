@@ -228,9 +228,10 @@ def test_constraints_and_layers_in_the_loss(stage, explicit):
     helpers.close(rows, x @ params["layers"][0])
 
 
-@pytest.mark.parametrize("stage", [3, slow(2)])
-def test_inside_a_users_shard_map(stage):
-    zero = make(stage)
+@pytest.mark.parametrize(("stage", "shares"), [(3, 4), slow(2, 4), slow(3, 1), slow(2, 1)])
+def test_inside_a_users_shard_map(stage, shares):
+    mesh = helpers.make_mesh((shares, 2), ("data", "model"))
+    zero = jaxzero.Zero(mesh, stage=stage, param_specs=SPECS)
     tx = zero.optimizer(OPTIMIZERS["adamw"])
     params = zero.shard(tree())
     state = tx.init(params)
