@@ -139,7 +139,8 @@ class Options:
         here = jax.sharding.get_abstract_mesh()
         sizes = here.shape if self.mesh is None else self.mesh.shape
         own = self.replica_axes + self.shard_axes
-        return param_specs.beside(self.param_specs, path, leaf, sizes, own, {*here.manual_axes, *here.explicit_axes})
+        typed = {*here.manual_axes, *here.explicit_axes} if here.manual_axes else ()
+        return param_specs.beside(self.param_specs, path, leaf, sizes, own, typed)
 
     def memory_kind(self, what: str, layout: Any) -> str | None:
         """The memory kind at rest of a leaf of the state or the parameters; small whole ones stay on the device."""

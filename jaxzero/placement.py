@@ -35,7 +35,7 @@ def born(options: Options, init_fn: Callable[..., Any], *args: Any) -> Any:
                 params = init_fn(*args)
             return shard(options, params, "init")
         params = _born_whole(options, init_fn, args)
-        return shard(options, params, "init") if options.offload else params
+        return shard(options, params, "init") if options.offload or mesh.is_traced(params) else params
     axes, _ = options.context("init")
     arrays, tree = jax.tree.flatten(args)
     avals = [jax.ShapeDtypeStruct(*shape_dtype(x)) for x in arrays]

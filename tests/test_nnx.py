@@ -244,6 +244,27 @@ def test_the_fix_that_the_error_names(stage, mesh42):
     helpers.close(got, nnx.as_pure(want))
 
 
+@pytest.mark.parametrize(
+    ("stage", "explicit"),
+    [(3, False), (2, True), *(pytest.param(*x, marks=pytest.mark.slow) for x in ((2, False), (3, True)))],
+)
+def test_born_where_the_mesh_is_set(stage, explicit):
+    """Annotated with the shard axis, or with another one that `param_specs` keeps; eagerly and under jit."""
+    mesh = helpers.make_mesh((4, 2), ("data", "model"), explicit=explicit)
+    for axis, rest in (("data", P()), ("model", P(None, "model"))):
+        born = lambda axis=axis: nnx.state(Parallel(nnx.Rngs(0), axis), nnx.Param)
+        with jax.set_mesh(mesh):
+            want = nnx.as_pure(born())
+            specs = nnx.get_partition_spec(nnx.eval_shape(born)) if axis == "model" else None
+            zero = jaxzero.Zero(mesh, stage=stage, param_specs=specs)
+            for params in (zero.init(born), jax.jit(lambda born=born: zero.init(born))()):  # noqa: B023
+                kernel = params["inner"]["kernel"].get_value()
+                spec = P("data", *rest[1:]) if stage == 3 else rest
+                stored = getattr(kernel, "value", kernel)
+                assert stored.sharding.is_equivalent_to(NamedSharding(mesh, spec), stored.ndim)
+                helpers.close(jax.tree.map(np.asarray, nnx.as_pure(zero.gather(params))), want)
+
+
 @pytest.fixture
 def elsewhere():
     """A model whose parameters are split for three devices, and a `Zero` for eight."""

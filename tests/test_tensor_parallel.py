@@ -134,6 +134,20 @@ def test_run_equals_the_unsharded_one(stage, how, name):
         np.testing.assert_allclose(a, b, 2e-5, 2e-5 * np.max(np.abs(b), initial=0), err_msg=helpers.name(path))
 
 
+@pytest.mark.parametrize(
+    ("stage", "explicit"), [(2, True), slow(1, True), slow(3, True), slow(1, False), slow(2, False), slow(3, False)]
+)
+def test_where_the_mesh_is_set(stage, explicit):
+    """`jax.set_mesh` around everything, as for models that annotate their own activations."""
+    zero = make(stage, explicit=explicit)
+    with jax.set_mesh(zero.mesh):
+        params, state = run(zero, OPTIMIZERS["adamw"])
+        assert zero.specs(state)[1][0].mu["w1"] == P("data")
+        assert zero.plan(params, OPTIMIZERS["adamw"]).total
+        whole = zero.gather(params)
+    checks.assert_params_equal(whole, unsharded("adamw")[0])
+
+
 def unpadded(stored, shape):
     """A state leaf of this logical shape, without its padding, which must be zero."""
     stored = np.asarray(stored)
