@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.sharding import AbstractMesh
 
 from . import entries, manifest, placement, processes, storage, wrapper
 from .layout import is_split
@@ -183,7 +184,17 @@ def restore(
 def _axes(call: str, zero: Options | None) -> Axes:
     if zero is None:
         return Axes(("data",), (), (1,))
+    if not isinstance(zero, Options):
+        raise ValueError(
+            f"{call}: zero is a {type(zero).__name__}. Expected a jaxzero.Zero, or None for a state that nothing "
+            "split. Fix: jaxzero.Zero(mesh, stage=...)."
+        )
     placement.outside(zero, call)
+    if isinstance(zero.mesh, AbstractMesh):
+        raise ValueError(
+            f"{call}: the mesh of this Zero is abstract. Found {zero.mesh}; expected one with devices, which hold the "
+            "arrays. Fix: jax.make_mesh."
+        )
     return zero.context(call)[0]
 
 

@@ -1,6 +1,7 @@
 """The leaves of a checkpoint: names and logical shapes of parameters and optimizer state."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ from . import checks, programs
 from .layout import Beside, Layout, Shape, is_split
 from .mesh import Axes, path_text
 from .options import Options
-from .state import Leaf, Leaves, StateLeaf, bare, is_key, leaves_of, shape_dtype, spec_of, state_leaves
+from .state import Leaf, Leaves, StateLeaf, bare, is_key, leaves_of, owner, shape_dtype, spec_of, state_leaves
 from .wrapper import ShardedOptimizer
 
 PARAMS, STATE = "params", "opt_state"
@@ -108,8 +109,9 @@ def saved(zero: Options | None, axes: Axes, params: Any, opt_state: Any, inner: 
     Raises:
       ValueError: By leaf path, for arrays that are not stored as `zero` stores them.
     """
-    for path, x in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_split):
-        checks.split_leaf("save", path, x)
+    for path, x in jax.tree_util.tree_leaves_with_path((params, opt_state), is_leaf=is_split):
+        checks.split_leaf("save", path[1:], x)
+        _check_array("save", path[1:], bare(x))
     leaves = of_tree(zero, params, axes)
     arrays = jax.tree.leaves(params, is_leaf=is_split)
     entries = of_params(zero, leaves)
@@ -128,6 +130,19 @@ def saved(zero: Options | None, axes: Axes, params: Any, opt_state: Any, inner: 
     entries += of_state(zero, state)
     check_names("save", entries)
     return entries, [bare(x) for x in [*arrays, *stored]]
+
+
+def _check_array(call: str, path: Any, x: Any) -> None:
+    """Refuses what holds no numbers now."""
+    if isinstance(x, jax.core.Tracer):
+        found, fix = "is being traced: the call stands inside jit", "call it outside"
+    elif isinstance(x, jax.Array) and x.is_deleted():
+        found, fix = "was deleted, or donated to a step", "save what the last step returned"
+    elif not isinstance(x, (jax.Array, np.ndarray, np.generic, bool, int, float, complex)):
+        found, fix = f"is a {type(x).__name__}", "pass the arrays themselves"
+    else:
+        return
+    raise ValueError(f"{call}: leaf {path_text(path)!r} {found}. Expected an array. Fix: {fix}.")
 
 
 def _by_inner(opt_state: Any, leaves: Leaves, axes: Axes, inner: Any) -> list[StateLeaf]:
@@ -153,7 +168,16 @@ def _by_params(opt_state: Any, leaves: Leaves, axes: Axes) -> list[StateLeaf]:
             out.append(StateLeaf(path, mine.shape, dtype, mine.layout, not mine.trainable, mine.beside))
             continue
         sharding = getattr(x, "sharding", None)
-        if len(shape) == 1 and axes.n > 1 and isinstance(sharding, NamedSharding) and any(sharding.spec):
+        cut = len(shape) == 1 and isinstance(sharding, NamedSharding) and any(sharding.spec)
+        like = owner(path, None, by_path)
+        devices = sharding.mesh.size if cut and axes.n == 1 else 1
+        if devices > 1 and like and 0 <= shape[0] - math.prod(like.shape) < devices:
+            raise ValueError(
+                f"save: state leaf {path_text(path)!r} of shape {shape} is split and padded, for a parameter of shape "
+                f"{like.shape}. Found a save without the Zero that split it. Expected that Zero. Fix: "
+                "jaxzero.save(directory, step, zero, params, opt_state)."
+            )
+        if cut and axes.n > 1:
             raise ValueError(
                 f"save: state leaf {path_text(path)!r} is split, of stored shape {shape}, and not stored like its "
                 "parameter, so its logical shape is not known. Expected the optimizer, which knows it. Fix: "

@@ -155,7 +155,8 @@ def _choose(finite: Any, new: Any, old: Any) -> Any:
 
 
 def _check_structure(old: Any, new: Any) -> None:
-    if jax.tree.structure(old) != jax.tree.structure(new):
+    before: Any = jax.tree.structure(old)
+    if before != jax.tree.structure(new):
         names = lambda tree: {path_text(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)}
         raise ValueError(
             f"dynamic_loss_scale: the state of inner has other leaves after an update than before. Found "

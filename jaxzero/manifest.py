@@ -43,12 +43,23 @@ def fingerprint(entries: Sequence[Entry]) -> str:
 def check_extra(extra: Any) -> Any:
     """`extra` as it will be read back; refuses what JSON cannot hold."""
     try:
+        _check_keys(extra)
         return json.loads(json.dumps(extra, allow_nan=False))
     except (TypeError, ValueError) as error:
         raise ValueError(
             f"save: extra={extra!r} cannot be written as JSON ({error}). Expected numbers, text, lists and dicts of "
             "them: the position in the data, the epoch. Fix: int(x) or x.tolist() for arrays."
         ) from error
+
+
+def _check_keys(extra: Any) -> None:
+    """JSON would make text of other keys, which nobody finds again."""
+    if isinstance(extra, dict):
+        for key in extra:
+            if not isinstance(key, str):
+                raise TypeError(f"the key {key!r} is no text")
+    for x in extra.values() if isinstance(extra, dict) else extra if isinstance(extra, (list, tuple)) else ():
+        _check_keys(x)
 
 
 def check_version(call: str, path: Any, manifest: Mapping[str, Any]) -> None:

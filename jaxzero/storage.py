@@ -41,6 +41,11 @@ def folder(directory: Any) -> Any:
     orbax()
     from etils import epath  # Orbax brings it
 
+    if not isinstance(directory, (str, os.PathLike)) or not str(directory):
+        raise ValueError(
+            f"checkpoints: the directory is {directory!r}. Expected a path, or a bucket such as 'gs://...'. Fix: "
+            "'/checkpoints/run'."
+        )
     return epath.Path(directory) if "://" in str(directory) else epath.Path(directory).absolute()
 
 
@@ -194,11 +199,14 @@ def read_manifest(path: Any) -> tuple[dict[str, Any], str]:
     """The manifest of a step, or what is wrong with it."""
     try:
         found = json.loads((path / _MANIFEST / _FILE).read_text())
-        return found, "" if {"format", "leaves", "step"} <= found.keys() else "it is not one of jaxzero's"
     except OSError as error:
         return {}, error.strerror or str(error)
-    except (ValueError, AttributeError) as error:
+    except ValueError as error:
         return {}, f"its manifest is damaged ({error})"
+    wanted = {"format": int, "jaxzero": str, "step": int, "leaves": dict, "extra": object}
+    mine = isinstance(found, dict) and all(isinstance(found.get(k, ...), kind) for k, kind in wanted.items())
+    mine = mine and all(isinstance(x, list) and len(x) == 2 for x in found["leaves"].values())
+    return (found, "") if mine else ({}, "it is not one of jaxzero's")
 
 
 def read(path: Any, zero: Options | None, entries: Sequence[Entry], axes: Axes) -> dict[str, Any]:

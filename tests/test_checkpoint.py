@@ -377,6 +377,15 @@ def test_no_checkpoint(tmp_path):
         (dict(params={"a": jaxzero.EvenSplit(jnp.ones(6), (5,))}), r"save: parameter leaf 'a' has shape \(6,\)"),
         (dict(params={"a": jaxzero.EvenSplit(None, (5,))}), r"save: leaf 'a' is an EvenSplit holding None"),
         (dict(stage=2, params={"a": jaxzero.EvenSplit(jnp.ones(8), (5,))}), r"save: leaf 'a' is EvenSplit.*stage 2"),
+        (dict(params={"a": jax.ShapeDtypeStruct((16,), jnp.float32)}), r"save: leaf 'a' is a ShapeDtypeStruct.*arrays"),
+        (dict(opt_state=("text",)), r"save: leaf '0' is a str"),
+        (dict(extra={"at": [{3: 1}]}), r"save: extra=.* cannot be written as JSON \(the key 3 is no text\)"),
+        (dict(directory=None), r"the directory is None\. Expected a path"),
+        (dict(zero="stage 2"), r"save: zero is a str\. Expected a jaxzero\.Zero, or None"),
+        (
+            dict(zero=jaxzero.Zero(jax.sharding.AbstractMesh((8,), ("data",)))),
+            r"save: the mesh of this Zero is abstract",
+        ),
     ],
 )
 def test_what_cannot_be_saved(written, change, message):
@@ -385,6 +394,43 @@ def test_what_cannot_be_saved(written, change, message):
     with pytest.raises(ValueError, match=message):
         jaxzero.save(**arguments)
     assert jaxzero.latest(written) == 3
+
+
+def test_arrays_that_hold_nothing(tmp_path):
+    """Donated to a step that has run, or being traced."""
+    params = {"a": jnp.ones(8)}
+    with pytest.raises(ValueError, match=r"save: leaf 'a' is being traced.*call it outside"):
+        jax.jit(lambda p: jaxzero.save(tmp_path, 0, None, p, None))(params)
+    params["a"].delete()
+    with pytest.raises(ValueError, match=r"save: leaf 'a' was deleted, or donated.*last step returned"):
+        jaxzero.save(tmp_path, 0, None, params, None)
+
+
+def test_split_state_without_its_zero(tmp_path):
+    """It would be written with its padding, which no `Zero` finds again."""
+    zero, inner = jaxzero.Zero(helpers.make_mesh(8)), optax.adam(1e-3)
+    for params in ({"a": jnp.ones(5)}, {"a": jnp.ones((2, 3, 4))}):
+        state = zero.optimizer(inner).init(params)
+        with pytest.raises(ValueError, match=r"state leaf '0/mu/a' of shape .* is split and padded.*save\(.*zero, "):
+            jaxzero.save(tmp_path, 0, None, params, state)
+    placed = jax.device_put(state, jax.NamedSharding(zero.mesh, P()))
+    with pytest.raises(ValueError, match=r"'0/mu/a' has shape \(24,\); expected \(2, 3, 4\)"):
+        jaxzero.save(tmp_path, 0, None, params, placed, inner)
+    native = jax.device_put(optax.adam(1e-3).init({"a": jnp.ones(16)}), jax.NamedSharding(zero.mesh, P()))
+    native = jax.tree.map(lambda x: jax.device_put(x, jax.NamedSharding(zero.mesh, P(*["data"][: x.ndim]))), native)
+    jaxzero.save(tmp_path, 0, None, {"a": jnp.ones(16)}, native).wait()  # JAX's own sharding has no padding
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["[]", '{"format": 1, "step": 1}', '{"format": "1", "jaxzero": "0", "step": 1, "leaves": {}, "extra": 0}',
+     '{"format": 1, "jaxzero": "0", "step": 1, "leaves": {"params/a": 3}, "extra": 0}'],
+)  # fmt: skip
+def test_a_manifest_of_something_else(tmp_path, text):
+    (tmp_path / "1" / "jaxzero").mkdir(parents=True)
+    (tmp_path / "1" / "jaxzero" / "manifest.json").write_text(text)
+    with pytest.raises(ValueError, match=r"/1 cannot be read: it is not one of jaxzero's"):
+        jaxzero.restore(tmp_path, None, shapes(a=A), None)
 
 
 def test_inside_shard_map(written):
