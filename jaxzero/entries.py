@@ -167,24 +167,29 @@ def _by_params(opt_state: Any, leaves: Leaves, axes: Axes) -> list[StateLeaf]:
         if mine is not None:
             out.append(StateLeaf(path, mine.shape, dtype, mine.layout, not mine.trainable, mine.beside))
             continue
-        sharding = getattr(x, "sharding", None)
-        cut = len(shape) == 1 and isinstance(sharding, NamedSharding) and any(sharding.spec)
-        like = owner(path, None, by_path)
-        devices = sharding.mesh.size if cut and axes.n == 1 else 1
-        if devices > 1 and like and 0 <= shape[0] - math.prod(like.shape) < devices:
-            raise ValueError(
-                f"save: state leaf {path_text(path)!r} of shape {shape} is split and padded, for a parameter of shape "
-                f"{like.shape}. Found a save without the Zero that split it. Expected that Zero. Fix: "
-                "jaxzero.save(directory, step, zero, params, opt_state)."
-            )
-        if cut and axes.n > 1:
-            raise ValueError(
-                f"save: state leaf {path_text(path)!r} is split, of stored shape {shape}, and not stored like its "
-                "parameter, so its logical shape is not known. Expected the optimizer, which knows it. Fix: "
-                "jaxzero.save(directory, step, zero, params, opt_state, inner)."
-            )
+        _check_cut(path, x, shape, owner(path, None, by_path), axes)
         out.append(StateLeaf(path, shape, dtype, None, False))
     return out
+
+
+def _check_cut(path: Any, x: Any, shape: Shape, like: Leaf | None, axes: Axes) -> None:
+    """Refuses a vector that is cut over devices, perhaps padded, and not stored like its parameter."""
+    sharding = getattr(x, "sharding", None)
+    if len(shape) != 1 or not isinstance(sharding, NamedSharding) or not any(sharding.spec):
+        return
+    devices = sharding.mesh.size
+    if axes.n > 1:
+        raise ValueError(
+            f"save: state leaf {path_text(path)!r} is split, of stored shape {shape}, and not stored like its "
+            "parameter, so its logical shape is not known. Expected the optimizer, which knows it. Fix: "
+            "jaxzero.save(directory, step, zero, params, opt_state, inner)."
+        )
+    if devices > 1 and like and 0 <= shape[0] - math.prod(like.shape) < devices:
+        raise ValueError(
+            f"save: state leaf {path_text(path)!r} of shape {shape} is split and padded, for a parameter of shape "
+            f"{like.shape}. Found a save without the Zero that split it. Expected that Zero. Fix: "
+            "jaxzero.save(directory, step, zero, params, opt_state)."
+        )
 
 
 def wanted_state(inner: Any, params: Leaves, axes: Axes, found: Mapping[str, Any]) -> Any:
