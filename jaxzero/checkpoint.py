@@ -5,11 +5,10 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh
 
 from . import entries, manifest, placement, processes, storage, wrapper
 from .layout import is_split
-from .mesh import Axes
+from .mesh import Axes, check_devices
 from .options import Options
 from .state import Leaves, state_leaves, wear
 
@@ -190,11 +189,7 @@ def _axes(call: str, zero: Options | None) -> Axes:
             "split. Fix: jaxzero.Zero(mesh, stage=...)."
         )
     placement.outside(zero, call)
-    if isinstance(zero.mesh, AbstractMesh):
-        raise ValueError(
-            f"{call}: the mesh of this Zero is abstract. Found {zero.mesh}; expected one with devices, which hold the "
-            "arrays. Fix: jax.make_mesh."
-        )
+    check_devices(call, zero.mesh)
     return zero.context(call)[0]
 
 

@@ -103,7 +103,7 @@ def collectives(compiled: Any, mesh: Mesh | AbstractMesh | None = None) -> Colle
       A tuple of `Collective`, with `sent(kind, axes)`, that prints as a table.
 
     Raises:
-      ValueError: If `compiled` has no text of a compiled program.
+      ValueError: If `compiled` has no text of a compiled program, or `mesh` is not of its devices.
 
     Examples:
       >>> import jax, jax.numpy as jnp, jaxzero
@@ -115,9 +115,20 @@ def collectives(compiled: Any, mesh: Mesh | AbstractMesh | None = None) -> Colle
       [('reduce-scatter', 16384, ('data',))]
     """
     program = parse(text_of("collectives", compiled))
+    if mesh is not None:
+        _check_mesh(mesh, program)
     known = mesh if mesh is not None else _mesh_of(compiled)
     shape = None if known is None else dict(known.shape)
     return Collectives(_found(program, shape))
+
+
+def _check_mesh(mesh: Any, program: Program) -> None:
+    if not isinstance(mesh, (Mesh, AbstractMesh)) or mesh.size != program.devices:
+        found = f"one of {mesh.size} devices" if hasattr(mesh, "size") else f"a {type(mesh).__name__}"
+        raise ValueError(
+            f"collectives: mesh is {found}. Expected the mesh of the program's {program.devices} devices. Fix: leave "
+            "it out, or pass the mesh that the program was compiled for."
+        )
 
 
 def _mesh_of(compiled: Any) -> Mesh | AbstractMesh | None:

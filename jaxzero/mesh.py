@@ -274,11 +274,29 @@ def place(
     check_placement(call, mesh, path, x, own, spec)
     ndim = np.ndim(x)
     if not isinstance(x, jax.core.Tracer):
+        check_devices(call, mesh)
         return put(x, written(mesh, spec, ndim, kind))
     here, target = jax.typeof(x).sharding, written(mesh, spec, ndim)
     if AxisType.Explicit in mesh.axis_types and (here.mesh.empty or here.spec != target.spec):
         return jax.reshard(x, target)
     return x
+
+
+def is_elsewhere(mesh: Any) -> bool:
+    """Whether a mesh holds no arrays: it is abstract, or of a machine that is not here (`topology`)."""
+    if isinstance(mesh, AbstractMesh):
+        return True
+    return bool(mesh.local_devices) and not mesh.local_devices[0].addressable_memories()
+
+
+def check_devices(call: str, mesh: Any) -> None:
+    """Refuses a mesh that serves for plans, programs and abstract arrays alone."""
+    if is_elsewhere(mesh):
+        raise ValueError(
+            f"{call}: the mesh of this Zero holds no arrays: it is abstract, or of a machine that is not here. Found "
+            f"{mesh}; expected devices of this process. Fix: Zero(jax.make_mesh(...)), or jax.ShapeDtypeStruct leaves "
+            "where plan, explain, tx.init and jit(step).lower take them."
+        )
 
 
 def check_placement(call: str, mesh: Any, path: Any, x: Any, own: Sequence[str], spec: PartitionSpec) -> None:

@@ -28,6 +28,7 @@ def born(options: Options, init_fn: Callable[..., Any], *args: Any) -> Any:
     """
     outside(options, "init")
     if not mesh.is_traced(args):
+        mesh.check_devices("init", options.mesh)
         processes.agree("init", options, processes.digests(args))
     if options.stage < 3:
         if mesh.is_traced(args):

@@ -279,7 +279,8 @@ def _reading(call: str, path: Any) -> Iterator[None]:
 def _sharding(zero: Options | None, e: Entry, axes: Axes) -> Any:
     if zero is None:
         return SingleDeviceSharding(jax.local_devices()[0])
-    return written(zero.mesh, e.spec(axes), len(e.on_disk().shape), e.memory_kind)
+    stored = e.layout.stored_shape if e.layout else e.on_disk().shape
+    return written(zero.mesh, e.spec(axes), len(stored), e.memory_kind)
 
 
 def _implementation(dtype: Any) -> Any:

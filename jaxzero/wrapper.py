@@ -124,6 +124,7 @@ class Calls:
 
     def report(self, params: Any) -> Report:
         """What one update with split gradients does, without running it."""
+        checks.inner_optimizer(self.inner, ShardedOptimizer, "explain")
         axes, _ = self.options.context("explain")
         checks.parameters("explain", self.options, params)
         leaves, _ = self._leaves("explain", params, axes)
@@ -200,8 +201,11 @@ class Calls:
         run = body.once("_regions", lambda: regions.around(body))
 
         def call_(*arrays: Any) -> Any:
+            planned = mesh.is_elsewhere(options.mesh) and mesh.is_traced(arrays)  # then constants have no place
             placed = [
-                mesh.place_all(call, options.mesh, path, xs, spec, axes, kinds)
+                xs
+                if planned and not mesh.is_traced(xs)
+                else mesh.place_all(call, options.mesh, path, xs, spec, axes, kinds)
                 for path, xs, spec, kinds in zip(paths, arrays, body.in_specs, body.in_kinds, strict=True)
             ]
             if mesh.is_traced(placed):

@@ -384,7 +384,7 @@ def test_no_checkpoint(tmp_path):
         (dict(zero="stage 2"), r"save: zero is a str\. Expected a jaxzero\.Zero, or None"),
         (
             dict(zero=jaxzero.Zero(jax.sharding.AbstractMesh((8,), ("data",)))),
-            r"save: the mesh of this Zero is abstract",
+            r"save: the mesh of this Zero holds no arrays",
         ),
     ],
 )

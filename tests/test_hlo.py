@@ -1,9 +1,11 @@
 """The reader of compiled programs: texts of every kind by hand, programs compiled here, and recorded ones."""
 
+import helpers
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -255,6 +257,15 @@ def test_what_has_no_text_is_refused(name):
     compiled, message = WRONG[name]
     with pytest.raises(ValueError, match=message):
         jaxzero.collectives(compiled)
+
+
+@pytest.mark.parametrize(("mesh", "found"), [(3, "a int"), (helpers.make_mesh(4), "one of 4 devices")])
+def test_another_mesh_is_refused(mesh8, mesh, found):
+    """Its axes would be given wrong names."""
+    summed = jax.shard_map(lambda x: lax.psum(x, "data"), mesh=mesh8, in_specs=P("data"), out_specs=P())
+    compiled = jax.jit(summed).lower(jnp.ones(8)).compile()
+    with pytest.raises(ValueError, match=f"collectives: mesh is {found}. Expected the mesh of the program's 8 devices"):
+        jaxzero.collectives(compiled, mesh)
 
 
 # --- memory --------------------------------------------------------------------------------------

@@ -511,3 +511,18 @@ def test_errors_do_not_hide_the_optimizers_own():
     tx = zero8().optimizer(optax.polyak_sgd())
     with pytest.raises(TypeError, match="value"):
         tx.update(ONES, tx.init(PARAMS), PARAMS)
+
+
+# --- meshes without devices ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_an_abstract_mesh_holds_no_arrays(stage):
+    zero = jaxzero.Zero(jax.sharding.AbstractMesh((8,), ("data",)), stage=stage)
+    for call, f in {
+        "shard": lambda: zero.shard(PARAMS),
+        "gather": lambda: zero.gather(PARAMS),
+        "init": lambda: zero.init(lambda key: {"w": jax.random.normal(key, (5,))}, jax.random.key(0)),
+    }.items():
+        with refused(f"^{call}: the mesh of this Zero holds no arrays", "devices", FIX):
+            f()

@@ -104,6 +104,14 @@ def test_planned_state_is_that_of_any_optimizer(inner, mesh):
     assert zero.plan(params, inner).at_rest[0].state == held(inner.init(params))
 
 
+def test_an_optimizer_that_closes_over_arrays():
+    """A learning rate that is an array is no reason to need devices."""
+    zero = jaxzero.Zero(AbstractMesh((8,), ("data",)))
+    params = {"w": jax.ShapeDtypeStruct((16, 4), jnp.float32)}
+    plans = [zero.plan(params, optax.adam(rate)) for rate in (0.1, jnp.float32(0.1), jnp.full((16, 4), 0.1))]
+    assert [plan.sent for plan in plans] == [plans[0].sent] * 3
+
+
 def test_totals_of_all_stages_are_those_of_their_own_plans(mesh8):
     inner, params = INNERS["clip, momentum"](), TREES["odd"]()
     plans = [jaxzero.Zero(mesh8, stage=stage).plan(params, inner) for stage in (1, 2, 3)]
