@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
+from . import axis_options, offload, param_specs
 from . import mesh as meshes
-from . import offload, param_specs
 from .layout import Beside
 from .mesh import AxisNames
 from .state import Leaves, leaves_of
@@ -96,11 +96,11 @@ class Options:
                 "stacked=lambda path: 'layers' in jax.tree_util.keystr(path)."
             )
         self._check_offload()
-        meshes.check_axes(self.mesh, self.shard_axis, self.replica_axis)
+        axis_options.check_axes(self.mesh, self.shard_axis, self.replica_axis)
         object.__setattr__(self, "param_specs", param_specs.normal(self.param_specs))
         if self.mesh is not None:
             param_specs.check_axes(self.param_specs, self.mesh.shape, self.replica_axes + self.shard_axes)
-        meshes.check_hops(self.mesh, self.shard_axes, self.hierarchical)
+        axis_options.check_hops(self.mesh, self.shard_axes, self.hierarchical)
 
     @property
     def shard_axes(self) -> tuple[str, ...]:
@@ -122,9 +122,9 @@ class Options:
                 "with jax.device_put(x, jax.memory.Space.Device) and .Host yourself."
             )
         if manual:
-            meshes.check_hops(jax.sharding.get_abstract_mesh(), self.shard_axes, self.hierarchical)
+            axis_options.check_hops(jax.sharding.get_abstract_mesh(), self.shard_axes, self.hierarchical)
         elif self.mesh is not None:
-            _check_types(call, self.mesh)
+            axis_options.check_types(call, self.mesh)
         axes = meshes.resolve(call, self.mesh, self.shard_axes, self.replica_axes, manual)
         return dataclasses.replace(axes, hierarchical=self.hierarchical is not False), manual
 
@@ -208,16 +208,6 @@ def nearest(name: str, known: Iterable[str], form: str = "{!r}") -> str:
 def _check_count(name: str, value: Any, least: int, what: str) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ValueError(f"Zero: {name}={value!r}. Expected an int of at least {least}: {what}")
-
-
-def _check_types(call: str, mesh: Any) -> None:
-    types = {name: kind.name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)}
-    if len({*types.values()}) > 1:
-        raise ValueError(
-            f"{call}: the axes of the mesh are of different types. Found {types}; expected all Auto or all Explicit. "
-            f"Fix: jax.make_mesh(sizes, names, axis_types=(jax.sharding.AxisType.Auto,) * {len(types)}), or call it in "
-            "a shard_map of yours."
-        )
 
 
 def _check_dtype(dtype: Any) -> None:

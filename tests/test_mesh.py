@@ -11,10 +11,10 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxzero
+from jaxzero.axis_options import check_axes
 from jaxzero.mesh import (
     Axes,
     cast,
-    check_axes,
     in_manual_region,
     match,
     names,
