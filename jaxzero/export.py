@@ -51,8 +51,13 @@ def export(
     """
     if to not in FORMATS:
         raise ValueError(f"export: to={to!r}. Expected one of {FORMATS}. Fix: to='safetensors'.")
+    if isinstance(max_bytes, bool) or not isinstance(max_bytes, int) or max_bytes < 1:
+        raise ValueError(
+            f"export: max_bytes={max_bytes!r}. Expected a positive int. Fix: leave it out for {MAX_BYTES}."
+        )
     library = need("safetensors.numpy", "export", "jaxzero export")
     path, leaves = _found(directory, step)
+    _check(library, path, leaves)
     folder = storage.folder(out) if out is not None else path.parent / to / path.name
     groups = list(_groups(leaves, max_bytes))
     files = {f"model-{i:05}-of-{len(groups):05}.safetensors": group for i, group in enumerate(groups, 1)}
@@ -84,6 +89,23 @@ def _found(directory: Any, step: int | None) -> tuple[Any, dict[str, jax.ShapeDt
             "Fix: rename one of the keys."
         )
     return path, {name: _on_disk(*x) for name, x in params.items()}
+
+
+def _check(library: Any, path: Any, leaves: Mapping[str, jax.ShapeDtypeStruct]) -> None:
+    """Refuses what the format has no place for, before anything is written."""
+    refusal = need("safetensors", "export", "jaxzero export").SafetensorError
+    for name, x in leaves.items():
+        problem = "it keeps its own notes under this name" if _dotted(name) == "__metadata__" else ""
+        try:
+            library.save({"x": np.zeros(0, x.dtype)})
+        except refusal as error:
+            problem = str(error).partition(".")[0]
+        if problem:
+            raise ValueError(
+                f"export: {path}: safetensors cannot hold leaf {name.removeprefix(PARAMS + '/')!r} of dtype {x.dtype}: "
+                f"{problem}. Expected arrays of names and dtypes that it knows. Fix: rename or cast the parameter before "
+                "jaxzero.save, or read the folder 'arrays' of the step with Orbax."
+            )
 
 
 def _on_disk(dtype: str, shape: Sequence[int]) -> jax.ShapeDtypeStruct:

@@ -90,6 +90,22 @@ def test_what_cannot_be_exported(tmp_path):
         export(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("params", "options", "message"),
+    [
+        ({"q": jnp.ones(3, jnp.int4), "w": jnp.ones(3)}, {}, "cannot hold leaf 'q' of dtype int4: Unknown dtype.*cast"),
+        ({"__metadata__": jnp.ones(3)}, {}, "cannot hold leaf '__metadata__'.*own notes.*Fix: rename"),
+        ({"w": jnp.ones(3)}, dict(max_bytes=0), r"export: max_bytes=0\. Expected a positive int"),
+        ({"w": jnp.ones(3)}, dict(max_bytes="1 GB"), "export: max_bytes='1 GB'"),
+    ],
+)
+def test_nothing_is_written_that_cannot_be_read(tmp_path, params, options, message):
+    save(tmp_path, params)
+    with pytest.raises(ValueError, match=message):
+        export(tmp_path, **options)
+    assert not (tmp_path / "safetensors").exists()
+
+
 def test_command_line(tmp_path, capsys):
     save(tmp_path, {"w": jnp.arange(5.0)})
     assert cli.main(["export", str(tmp_path), "--to", "safetensors"]) == 0
