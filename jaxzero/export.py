@@ -103,7 +103,7 @@ def _check(library: Any, path: Any, leaves: Mapping[str, jax.ShapeDtypeStruct]) 
         if problem:
             raise ValueError(
                 f"export: {path}: safetensors cannot hold leaf {name.removeprefix(PARAMS + '/')!r} of dtype {x.dtype}: "
-                f"{problem}. Expected arrays of names and dtypes that it knows. Fix: rename or cast the parameter before "
+                f"{problem}. Expected names and dtypes that it knows. Fix: rename or cast the parameter before "
                 "jaxzero.save, or read the folder 'arrays' of the step with Orbax."
             )
 
