@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -109,6 +110,7 @@ def saved(zero: Options | None, axes: Axes, params: Any, opt_state: Any, inner: 
     Raises:
       ValueError: By leaf path, for arrays that are not stored as `zero` stores them.
     """
+    opt_state = _unboxed(opt_state)
     for path, x in jax.tree_util.tree_leaves_with_path((params, opt_state), is_leaf=is_split):
         checks.split_leaf("save", path[1:], x)
         _check_array("save", path[1:], bare(x))
@@ -145,9 +147,23 @@ def _check_array(call: str, path: Any, x: Any) -> None:
     raise ValueError(f"{call}: leaf {path_text(path)!r} {found}. Expected an array. Fix: {fix}.")
 
 
+def _unboxed(opt_state: Any) -> Any:
+    """The state without the boxes that `nnx.Optimizer` puts around what belongs to no parameter (step counts)."""
+    nnx = sys.modules.get("flax.nnx")
+    if nnx is None:
+        return opt_state
+    boxed = lambda x: isinstance(x, nnx.OptArray)
+    return jax.tree.map(lambda x: jax.tree.leaves(x)[0] if boxed(x) else x, opt_state, is_leaf=boxed)
+
+
 def _by_inner(opt_state: Any, leaves: Leaves, axes: Axes, inner: Any) -> list[StateLeaf]:
     """The leaves of the state as the inner optimizer makes it."""
     checks.inner_optimizer(inner, ShardedOptimizer, "save")
+    if "flax.nnx" in sys.modules:  # `nnx.Optimizer` has boxes of its own kinds around the same leaves
+        made = programs.trace_init(inner, leaves, axes).out
+        names = lambda tree: [path_text(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+        if names(made) == names(opt_state):
+            opt_state = jax.tree.unflatten(jax.tree.structure(made), jax.tree.leaves(opt_state))
     return state_leaves(programs.logical_state(inner, leaves, opt_state, axes), leaves.leaves, axes.n)
 
 

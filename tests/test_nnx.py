@@ -296,3 +296,33 @@ def test_a_split_model_called_as_if_it_were_whole(elsewhere):
     _, model, _ = elsewhere
     with pytest.raises(ValueError, match="EvenSplit.*was used as an array.*zero.value_and_grad"):
         model(models.batches()[0][0])
+
+
+@pytest.mark.parametrize(
+    "inner", [optax.adamw(1e-2), optax.adafactor(1e-2, min_dim_size_to_factor=4)], ids=["adamw", "adafactor"]
+)
+def test_a_checkpoint_of_an_nnx_optimizer(inner, tmp_path):
+    """Its state goes to disk as the inner optimizer has it, and comes back as the guide says."""
+
+    def start(zero):
+        model = nnx.Linear(131, 140, rngs=nnx.Rngs(0))
+        nnx.update(model, zero.shard(nnx.state(model, nnx.Param)))
+        return model, nnx.Optimizer(model, zero.optimizer(inner), wrt=nnx.Param)
+
+    def step(zero, model, optimizer):
+        optimizer.update(model, jax.tree.map(jnp.ones_like, nnx.state(model, nnx.Param)))
+        return zero.gather(nnx.state(model, nnx.Param))
+
+    one, other = jaxzero.Zero(helpers.make_mesh(8)), jaxzero.Zero(helpers.make_mesh(3))
+    model, optimizer = start(one)
+    step(one, model, optimizer)
+    params = nnx.state(model, nnx.Param)
+    jaxzero.save(tmp_path, 1, one, params, optimizer.opt_state, inner).wait()
+    if hasattr(optimizer.opt_state[0], "mu"):
+        jaxzero.save(tmp_path, 2, one, params, optimizer.opt_state).wait()  # without the optimizer, too
+    restored = jaxzero.restore(tmp_path, other, jax.eval_shape(lambda: params), inner)
+    again, fresh = start(other)
+    nnx.update(again, restored.params)
+    boxes = jax.tree.structure(fresh.opt_state)
+    fresh.opt_state = jax.tree.unflatten(boxes, jax.tree.leaves(restored.opt_state))
+    helpers.close(step(other, again, fresh), step(one, model, optimizer))
