@@ -26,7 +26,7 @@ class Zero(ReportMethods):
     Optimizer state takes `1/N` per device, at stage 2 gradients too, at stage 3 parameters too.
 
     Args:
-      mesh: A `jax.sharding.Mesh`, Auto or Explicit, with any further axes. May be left out where every
+      mesh: A `jax.sharding.Mesh`, all Auto or all Explicit, with any further axes. May be left out where every
         call stands inside a `shard_map`.
       stage: 1 (optimizer state split), 2 (gradients too) or 3 (parameters too, gathered on use).
       shard_axis: Mesh axis, or tuple of axes (outer first), over which state is split.
@@ -44,9 +44,10 @@ class Zero(ReportMethods):
       stacked: A predicate on key paths: leaves whose leading axis counts layers, split inside each.
         `observe` finds them.
       param_specs: How other mesh axes shard the parameters already (tensor parallelism): a tree of
-        `PartitionSpec`s like them, such as `jax.tree.map(lambda x: x.sharding.spec, params)`, or a function of
-        (key path, abstract leaf). A leaf is cut along its first dimension that none of these axes shards, padded to
-        a multiple of `N`; one that has none is not cut. The axes stay with the compiler, in losses too.
+        `PartitionSpec`s like them, such as `jax.tree.map(lambda x: x.sharding.spec, params)` or what
+        `flax.linen.get_partition_spec` and `flax.nnx.get_partition_spec` give, or a function of (key path,
+        abstract leaf). A leaf is cut along its first dimension that none of these axes shards, padded to a multiple
+        of `N`; one that has none is not cut. The axes stay with the compiler, in losses too.
       prefetch: Stage 3: how many large gathers may run ahead of the computation; 0 takes least memory.
       persist_bytes: Stage 3: parameters up to this size, in bytes, stay whole from their first use to the end
         of the backward pass.
