@@ -20,6 +20,9 @@ from .mesh import path_text
 from .programs import accepts
 from .wrapper import ShardedOptimizer
 
+#: The smallest and the largest scale that float32 holds.
+_LEAST, _MOST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
+
 
 class DynamicLossScaleState(NamedTuple):
     """State of `dynamic_loss_scale`; all counters are the same on every device.
@@ -169,11 +172,11 @@ def _check_structure(old: Any, new: Any) -> None:
 def _check(initial_scale: Any, growth_interval: Any, growth_factor: Any, backoff_factor: Any, min_scale: Any) -> None:
     number = lambda x: isinstance(x, (int, float, np.number)) and not isinstance(x, bool) and np.isfinite(x)
     ranges = {
-        "initial_scale": (initial_scale, lambda x: x > 0, "a positive number"),
+        "initial_scale": (initial_scale, lambda x: _LEAST <= x <= _MOST, "a positive number that float32 holds"),
         "growth_interval": (growth_interval, lambda x: x >= 1 and x == int(x), "a positive int"),
         "growth_factor": (growth_factor, lambda x: x > 1, "a number above 1"),
         "backoff_factor": (backoff_factor, lambda x: 0 < x < 1, "a number between 0 and 1"),
-        "min_scale": (min_scale, lambda x: 0 < x <= initial_scale, "a positive number, initial_scale at most"),
+        "min_scale": (min_scale, lambda x: _LEAST <= x <= initial_scale, "a positive number, initial_scale at most"),
     }
     for name, (value, fits, expected) in ranges.items():
         if not (number(value) and fits(value)):

@@ -148,8 +148,9 @@ class Options:
 
     def _check_offload(self) -> None:
         given: Any = self.offload
-        found = () if isinstance(given, str) else tuple(given or ())
-        if isinstance(given, str) or any(x not in OFFLOAD for x in found):
+        names = given is None or isinstance(given, (tuple, list))
+        found = tuple(given or ()) if names else ()
+        if not names or any(x not in OFFLOAD for x in found):
             raise ValueError(
                 f"Zero: offload={given!r}. Expected a tuple of names among {OFFLOAD}: what rests in the host's "
                 "memory. Fix: offload=('state',)."

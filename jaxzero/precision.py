@@ -117,10 +117,15 @@ def _narrow(p: Any, wide: Any) -> bool:
 
 def _wide(dtype: Any) -> Any:
     try:
-        found = jax.dtypes.canonicalize_dtype(dtype)  # float64 is float32 unless `jax_enable_x64`
+        found = jnp.dtype(dtype)
         fits = dtype is not None and bool(jnp.issubdtype(found, jnp.floating)) and found.itemsize >= 4
     except TypeError:
         fits = False
+    if fits and jax.dtypes.canonicalize_dtype(found) != found:
+        raise ValueError(
+            f"master_weights: dtype={dtype!r}, but JAX makes {jax.dtypes.canonicalize_dtype(found)} of it. Expected "
+            'jax_enable_x64. Fix: jax.config.update("jax_enable_x64", True), or dtype=jnp.float32.'
+        )
     if not fits:
         raise ValueError(
             f"master_weights: dtype={dtype!r}. Expected a floating dtype of 32 bits or more, wider than the "

@@ -46,7 +46,13 @@ def folder(directory: Any) -> Any:
             f"checkpoints: the directory is {directory!r}. Expected a path, or a bucket such as 'gs://...'. Fix: "
             "'/checkpoints/run'."
         )
-    return epath.Path(directory) if "://" in str(directory) else epath.Path(directory).absolute()
+    try:
+        return epath.Path(directory) if "://" in str(directory) else epath.Path(directory).absolute()
+    except KeyError as error:
+        raise ValueError(
+            f"checkpoints: nobody knows how to reach {directory!r}. Found scheme {error}; expected a path, or a "
+            "bucket ('gs://...', 's3://...'). Fix: a path without a scheme."
+        ) from error
 
 
 # --- writing ------------------------------------------------------------------------------------

@@ -283,6 +283,8 @@ def test_a_wrong_scale_shows(monkeypatch, wrong):
     [
         ("initial_scale", 0, "a positive number"),
         ("initial_scale", np.inf, "a positive number"),
+        ("initial_scale", 1e39, "a positive number that float32 holds"),  # infinite: every step would be skipped
+        ("initial_scale", 1e-46, "a positive number that float32 holds"),
         ("growth_interval", 1.5, "a positive int"),
         ("growth_interval", 0, "a positive int"),
         ("growth_factor", 1.0, "above 1"),
@@ -290,6 +292,7 @@ def test_a_wrong_scale_shows(monkeypatch, wrong):
         ("backoff_factor", "half", "between 0 and 1"),
         ("min_scale", 2.0**40, "initial_scale at most"),
         ("min_scale", True, "a positive number"),
+        ("min_scale", 1e-46, "a positive number"),
     ],
 )
 def test_numbers_out_of_range_are_refused(name, value, expected):

@@ -212,7 +212,7 @@ def test_stages_are_the_program():
 # --- bad input -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("value", ["state", ("states",), ("state", 3), ("gradients",)])
+@pytest.mark.parametrize("value", ["state", ("states",), ("state", 3), ("gradients",), 3])
 def test_unknown_names_are_refused(value):
     with pytest.raises(ValueError, match=checks.saying("Zero: offload=", "a tuple of names among", "Fix: offload=")):
         jaxzero.Zero(offload=value)

@@ -289,6 +289,11 @@ def test_a_narrow_copy_is_refused(dtype):
         jaxzero.master_weights(optax.sgd(1.0), dtype)
 
 
+def test_a_dtype_that_jax_narrows_is_refused():
+    with pytest.raises(ValueError, match=checks.saying("master_weights: dtype=", "makes float32 of it", "x64", "Fix:")):
+        jaxzero.master_weights(optax.sgd(1.0), jnp.float64)
+
+
 def test_misuse_is_refused(mesh8):
     tx = jaxzero.master_weights(optax.sgd(1.0))
     with pytest.raises(ValueError, match=checks.saying("master_weights", "without params", "Fix: tx.update")):
