@@ -56,7 +56,7 @@ def step_time(document: dict[str, Any]) -> str:
         "on every device, native JAX shares the products out.",
         origin(document),
     ]
-    for name in dict.fromkeys(row["optimizer"] for row in document["rows"]):
+    for name in sorted({row["optimizer"] for row in document["rows"]}):
         mine = [row for row in document["rows"] if row["optimizer"] == name]
         parts += [f"### {name}", _step_table(mine)]
     _plot_steps(document["rows"])
