@@ -8,8 +8,8 @@ from typing import Any
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from .hlo_text import Groups, Instruction, Program, axes, groups, parse, sizes, text_of
+from .sent import REDUCE, SCATTER
 
-GATHER, SCATTER, REDUCE = "all-gather", "reduce-scatter", "all-reduce"
 _OPS = re.compile(r"(all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute|ragged-all-to-all)(-start)?")
 #: The computations of TPU programs in which an all-reduce keeps one share of its result.
 _FUSED_SCATTER = re.compile(r"all-reduce-scatter")

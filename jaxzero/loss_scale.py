@@ -17,7 +17,7 @@ import optax
 from . import checks
 from .losses import How
 from .mesh import path_text
-from .programs import accepts
+from .programs import accepted
 from .wrapper import ShardedOptimizer
 
 #: The smallest and the largest scale that float32 holds.
@@ -110,8 +110,9 @@ def dynamic_loss_scale(
 
     def update(grads: Any, state: DynamicLossScaleState, params: Any = None, **extra: Any) -> Any:
         scale, finite = state.loss_scale, all_finite(grads)
-        extra = {name: value for name, value in extra.items() if accepts(inner, name)}
-        updates, inner_state = inner.update(unscaled(grads, scale, finite), state.inner_state, params, **extra)
+        updates, inner_state = inner.update(
+            unscaled(grads, scale, finite), state.inner_state, params, **accepted(inner, extra)
+        )
         _check_structure(state.inner_state, inner_state)
         updates = jax.tree.map(lambda u: jnp.where(finite, u, jnp.zeros_like(u)), updates)
         inner_state = jax.tree.map(lambda new, old: _choose(finite, new, old), inner_state, state.inner_state)

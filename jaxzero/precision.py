@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from . import checks
-from .programs import accepts
+from .programs import accepted
 from .wrapper import ShardedOptimizer
 
 
@@ -89,8 +89,7 @@ def master_weights(
             )
         seen = _seen(params, state.master)
         grads = jax.tree.map(lambda g: g.astype(wide) if _narrow(g, wide) else g, grads)
-        extra = {name: value for name, value in extra.items() if accepts(inner, name)}
-        updates, inner_state = inner.update(grads, state.inner_state, seen, **extra)
+        updates, inner_state = inner.update(grads, state.inner_state, seen, **accepted(inner, extra))
         new = lambda u, m, p: u if _none(m) else optax.apply_updates(m, u) - p.astype(wide)
         updates = jax.tree.map(new, updates, state.master, params)
         # Not `m + u`: what is rounded to the parameter and what is kept must be one and the same number.

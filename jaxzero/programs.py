@@ -51,16 +51,18 @@ class Extra:
         return out
 
 
-def accepts(inner: optax.GradientTransformation, name: str) -> bool:
-    """Whether `inner.update` takes an extra argument, by its own signature.
+def accepted(inner: optax.GradientTransformation, extra: Mapping[str, Any]) -> dict[str, Any]:
+    """The extra arguments that `inner.update` takes, by its own signature.
 
     Optax drops extra arguments for transformations that do not take them; some wrappers take them
     without being of the class that says so.
     """
     if isinstance(inner, optax.GradientTransformationExtraArgs):
-        return True
-    parameters = inspect.signature(inner.update).parameters.values()
-    return any(p.kind == p.VAR_KEYWORD or p.name == name for p in parameters)
+        return dict(extra)
+    parameters = inspect.signature(inner.update).parameters
+    if any(p.kind == p.VAR_KEYWORD for p in parameters.values()):
+        return dict(extra)
+    return {name: value for name, value in extra.items() if name in parameters}
 
 
 def sort_extra(
@@ -74,9 +76,7 @@ def sort_extra(
     sorted_ = Extra({}, {}, {})
     trees: list[Any] = []
     arrays: list[Any] = []
-    for name, value in extra.items():
-        if not accepts(inner, name):
-            continue
+    for name, value in accepted(inner, extra).items():
         flat, tree = jax.tree.flatten(value, is_leaf=is_split)
         if not flat or not all(hasattr(x, "dtype") and hasattr(x, "shape") for x in flat):
             sorted_.static[name] = value  # type: ignore[index]

@@ -8,13 +8,14 @@ import jax
 import optax
 
 from . import plan as planning
-from .hlo import GATHER, REDUCE, SCATTER, Collectives, collectives
+from .hlo import Collectives, collectives
 from .hlo_text import Argument, Program, parse, sizes, text_of
 from .layout import Shape
 from .mesh import Axes, path_text
 from .options import Options
 from .partition import size_text
 from .plan import Plan
+from .sent import GATHER, REDUCE, SCATTER
 from .state import Leaf
 
 CALL = "verify"
