@@ -182,12 +182,33 @@ def test_compile_for_virtual_devices(models, capsys):
     assert found["sent"] == sum(x["sent"] for x in found["collectives"])
 
 
+def test_examples_are_dealt_over_the_axes_of_the_zero_alone(models, capsys):
+    """Other axes of the mesh send nothing of their own, and 12 examples need not divide over 8 devices."""
+    arguments = ("--mesh", "data=4,model=2", "--shard-axis", "data", "--batch", "12", "--json")
+    status, out, err = run(capsys, "compile", "cli_models:mlp", *arguments)
+    assert (status, err) == (0, "")
+    assert {axis for x in json.loads(out)["collectives"] for axis in x["axes"]} == {"data"}
+    assert run(capsys, "plan", "cli_models:mlp", *arguments)[0] == 0
+
+
 def test_compile_prints_tables(models, capsys):
     status, out, _ = run(capsys, "compile", "cli_models:mlp", "--mesh", "data=8", "--accumulate", "2")
     assert status == 0
     assert re.search(r"reduce-scatter +data +yes +2 ", out)
     assert "temporaries" in out
     assert "sent by each device" in out
+
+
+@pytest.mark.parametrize("command", [compile.Compile, plan.Plan])
+def test_devices_are_chosen_before_the_code_of_the_user_runs(monkeypatch, command):
+    """It may use a device when it is imported; then it is too late to say how many there are, and of what kind."""
+    called = []
+    monkeypatch.setattr(compile.Compile, "_mesh", lambda self: called.append("devices"))
+    monkeypatch.setattr(plan, "stay_on_cpu", lambda: called.append("devices"))
+    monkeypatch.setattr(optimizers, "make", lambda name: called.append("user") or sys.exit())
+    with pytest.raises(SystemExit):
+        command(target="a:b", mesh="data=8").run()
+    assert called == ["devices", "user"]
 
 
 def test_meshes_of_machines():

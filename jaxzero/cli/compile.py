@@ -47,7 +47,8 @@ class Compile(Settings):
 
     def run(self) -> int:
         """Compiles and prints."""
-        inner, mesh = self.inner(), self._mesh()
+        mesh = self._mesh()  # before the user's code, which may use a device as soon as it is imported
+        inner = self.inner()
         zero = self.zero(mesh)
         with output.working(f"tracing {self.target}"):
             problem = problems.of(self.target)
@@ -56,7 +57,7 @@ class Compile(Settings):
                     f"{self.target} returns parameters alone, and a step needs a loss. Fix: return (parameters, "
                     "loss_fn, *batch), or a Flax model and its inputs."
                 )
-            problem = problem.sized(self.batch, mesh.size, self.accumulate)
+            problem = problem.sized(self.batch, self.parts(zero), self.accumulate)
             lowered = self._step(self.observed(zero, problem), problem, inner)
         started = time.perf_counter()
         with output.working(f"compiling for {self.topology or f'{mesh.size} virtual CPU devices'}"):
@@ -102,7 +103,7 @@ class Compile(Settings):
             return *zero.apply(tx, grads, state, params), value
 
         params = _at_rest(zero, problem.params)
-        over = P(tuple(zero.mesh.axis_names))
+        over = P((*zero.replica_axes, *zero.shard_axes))
         dealt = lambda i, x: P() if i in problem.whole or not x.shape else over
         batch = [jax.tree.map(lambda x, i=i: _placed(zero, x, dealt(i, x)), b) for i, b in enumerate(problem.batch, 1)]
         return jax.jit(step, donate_argnums=(0, 1)).lower(params, tx.init(params), *batch)

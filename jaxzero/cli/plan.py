@@ -8,7 +8,6 @@ Examples:
 """
 
 import dataclasses
-import math
 from typing import Annotated
 
 import tyro
@@ -28,11 +27,11 @@ class Plan(Settings):
 
     def run(self) -> int:
         """Plans and prints."""
-        sizes, inner = mesh_sizes(self.mesh), self.inner()
-        zero = self.zero(abstract_mesh(sizes))
-        stay_on_cpu()
+        stay_on_cpu()  # before the user's code, which may use a device as soon as it is imported
+        zero = self.zero(abstract_mesh(mesh_sizes(self.mesh)))
+        inner = self.inner()
         with output.working(f"planning {self.target} for {self.mesh}"):
-            problem = problems.of(self.target).sized(self.batch, math.prod(sizes.values()), self.accumulate)
+            problem = problems.of(self.target).sized(self.batch, self.parts(zero), self.accumulate)
             zero = self.observed(zero, problem)
             plan = zero.plan(problem.params, inner, accumulate=self.accumulate)
         plan = dataclasses.replace(plan, notes=(*plan.notes, *filter(None, [problem.note])))

@@ -71,6 +71,12 @@ class Settings:
             regather=self.regather,
         )
 
+    @staticmethod
+    def parts(zero: Zero) -> int:
+        """In how many parts examples are dealt: over shard and replica axes, not over others of the mesh."""
+        axes, _ = zero.context("plan")
+        return axes.n * axes.r
+
     def observed(self, zero: Zero, problem: Problem) -> Zero:
         """The `Zero` that has seen the loss, where there is one."""
         if problem.loss is None:
