@@ -114,6 +114,7 @@ class Update(Kept):
         mean = entry.gradients(ctx, self.options, grads, self.grads, self.split_grads, self.local)
         if self.options.offload:
             return self._by_bucket(ctx, mean, state, params, extra, consts)
+        state, params = (list(map(offload.to_device, x)) for x in (state, params))  # of another `Zero`, on the host
         inputs = self.traced.inputs(
             mean,
             entry.state(ctx, state, self.traced.state),

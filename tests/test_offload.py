@@ -130,6 +130,11 @@ def test_jz_086_shard_gather_forward_and_abstract_state(stage):
     updates, state = tx.update(jax.tree.map(jnp.ones_like, split), here, split)
     assert state[0].nu["odd"].sharding.memory_kind == "pinned_host"
     assert kinds_of(updates) == {"device"}
+    # And a `Zero` without offload takes what is on the host, traced or not.
+    plain = jaxzero.Zero(zero.mesh, stage=stage)
+    step = lambda g, s, p: plain.apply(plain.optimizer(optax.adam(1e-2)), g, s, p)
+    for apply in (step, jax.jit(step)):
+        assert kinds_of(apply(updates, state, split)) == {"device"}
 
 
 def kinds_of(tree):
