@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from . import entries, manifest, placement, processes, storage, wrapper
+from . import checks, entries, manifest, placement, processes, storage, wrapper
 from .layout import is_split
 from .mesh import Axes, check_devices
 from .options import Options
@@ -162,6 +162,7 @@ def restore(
     """
     axes = _axes("restore", zero)
     path, told = found("restore", directory, zero, latest(directory) if step is None else step)
+    checks.arrays("restore", abstract_params)
     params = entries.of_tree(zero, abstract_params, axes)
     leaves, state = entries.of_params(zero, params), None
     if inner is not None:

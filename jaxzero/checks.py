@@ -16,11 +16,8 @@ from .options import Options
 from .state import Leaf, Leaves, StateLeaf, shape_dtype
 
 
-def parameters(call: str, options: Options, params: Any) -> None:
-    """Refuses leaves that are no arrays, and those that axes shard, or boxes name, which are not this `Zero`'s.
-
-    At stages 1 and 2 these would be made whole over the other axes, without a word.
-    """
+def arrays(call: str, params: Any) -> None:
+    """Refuses leaves that are no arrays."""
     for path, x in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_split):
         if not hasattr(x, "dtype") and not isinstance(x, (bool, int, float, complex)):
             raise ValueError(
@@ -28,6 +25,14 @@ def parameters(call: str, options: Options, params: Any) -> None:
                 "Fix: keep it out of the parameters; of an Equinox module take eqx.partition(module, "
                 "eqx.is_inexact_array)[0] and combine inside the loss."
             )
+
+
+def parameters(call: str, options: Options, params: Any) -> None:
+    """Refuses leaves that are no arrays, and those that axes shard, or boxes name, which are not this `Zero`'s.
+
+    At stages 1 and 2 these would be made whole over the other axes, without a word.
+    """
+    arrays(call, params)
     boxes.check(call, options, params)
     own = options.replica_axes + options.shard_axes
     for path, x in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_split):

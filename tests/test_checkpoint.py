@@ -275,6 +275,8 @@ def test_a_checkpoint_of_something_else(written, params, inner, message):
 def test_parameters_alone(written):
     restored = jaxzero.restore(written, None, shapes(a=A, b=B), None)
     assert_same(restored.params, {"a": np.ones((5, 3), np.float32), "b": np.zeros(4, np.float32)})
+    with pytest.raises(ValueError, match="restore: parameter leaf 'a' is a str. Expected an array"):
+        jaxzero.restore(written, None, {"a": "float32"}, None)
 
 
 def test_leaves_that_came_and_went(written, tmp_path):
