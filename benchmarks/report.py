@@ -189,7 +189,7 @@ def main() -> None:
         "have: arguments, temporaries and results, donated ones once. `hidden`: the share of large gathers that XLA "
         "schedules with a matrix product between start and end. jaxzero sums gradients in float32 unless told "
         "otherwise, native JAX in their own dtype: to native bfloat16 the rows `sums in bfloat16` (`reduce_dtype`) "
-        "compare.",
+        "compare. Other programs ran on the machine: compile times are rough.",
     ]
     if document := results.read("step_time"):
         parts.append(step_time(document))
