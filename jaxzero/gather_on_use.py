@@ -269,7 +269,9 @@ class _Evaluation:
         layouts = [self.plan.grads[p] for p in positions]
         done = exchange.reduce_scatter(sent, layouts, self.axes.hops, bucket_bytes=exchange.NO_LIMIT)
         for position, x in zip(positions, done, strict=True):
-            self._add(position, x)
+            # Where the reduction is an all-reduce and a cut, as on TPU, the cut would be fused into the optimizer's
+            # step, and the whole sum kept until then.
+            self._add(position, lax.optimization_barrier(x))
         self.flying.append(positions[0])
 
     def _add(self, position: int, x: Any) -> None:
