@@ -86,6 +86,9 @@ class _Evaluation:
         for v in [v for v in plan.sinks.terms if v in plan.views]:
             self.env[v] = self._read(len(flat.steps), v)
             self._absorb(v, late=True)
+        # The last ones have nothing after them to land before. Where a reduction is an all-reduce and a cut, as on TPU,
+        # the cut would be fused into the optimizer's step, and the whole sum kept until then.
+        self.grads.update((p, lax.optimization_barrier(self.grads[p])) for p in dict.fromkeys(self.flying))
         return outs, self.grads
 
     # --- operands ---
@@ -269,9 +272,7 @@ class _Evaluation:
         layouts = [self.plan.grads[p] for p in positions]
         done = exchange.reduce_scatter(sent, layouts, self.axes.hops, bucket_bytes=exchange.NO_LIMIT)
         for position, x in zip(positions, done, strict=True):
-            # Where the reduction is an all-reduce and a cut, as on TPU, the cut would be fused into the optimizer's
-            # step, and the whole sum kept until then.
-            self._add(position, lax.optimization_barrier(x))
+            self._add(position, x)
         self.flying.append(positions[0])
 
     def _add(self, position: int, x: Any) -> None:

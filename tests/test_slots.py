@@ -75,7 +75,7 @@ def test_a_large_array_of_constants_is_made_after_the_forward_pass(mesh8):
         return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(p["wte"][x] @ p["wte"].T), x[:, None], -1))
 
     params, tokens = {"wte": jnp.zeros((1000, 64))}, jnp.zeros(16, int)
-    zero = jaxzero.Zero(mesh8, stage=3, chunk_bytes=1000, persist_bytes=0).observe(loss, params, tokens)
+    zero = jaxzero.Zero(mesh8, stage=3, chunk_bytes=1000, persist_bytes=0, prefetch=0).observe(loss, params, tokens)
     split = jax.eval_shape(zero.shard, params)
     (region,) = (
         eqn.params["jaxpr"]
