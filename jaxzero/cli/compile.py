@@ -72,7 +72,10 @@ class Compile(Settings):
         sizes = mesh_sizes(self.mesh) if self.mesh is not None else None
         if self.topology is None:
             if sizes is None:
-                raise ValueError("neither --topology nor --mesh is given. Fix: for example --topology h100:2x8.")
+                raise ValueError(
+                    "neither --topology nor --mesh is given. Fix: for example --topology h100:2x8, or --mesh data=8 "
+                    "for virtual CPU devices."
+                )
             count = math.prod(sizes.values())
             if count > MOST:
                 raise ValueError(
