@@ -206,14 +206,28 @@ def put(x: Any, target: Any) -> jax.Array:
 
 
 def place_all(
-    call: str, mesh: Any, paths: Sequence[Any] | None, arrays: Any, specs: Any, axes: Axes, kinds: Kinds = None
+    call: str,
+    mesh: Any,
+    paths: Sequence[Any] | None,
+    arrays: Any,
+    specs: Any,
+    axes: Axes,
+    kinds: Kinds = None,
+    *,
+    planned: bool = False,
 ) -> list[Any]:
-    """A flat list of arrays, each placed by its spec (or all by one) and in its memory kind."""
+    """A flat list of arrays, each placed by its spec (or all by one) and in its memory kind.
+
+    Of a program that is `planned` for a mesh elsewhere constants have no place, and stay as they are.
+    """
     paths = [()] * len(arrays) if paths is None else paths
     specs = [specs] * len(arrays) if isinstance(specs, PartitionSpec) else specs
     kinds = [None] * len(arrays) if kinds is None else kinds
     rows = zip(paths, arrays, specs, kinds, strict=True)
-    return [place(call, mesh, path, x, spec, axes.every, kind) for path, x, spec, kind in rows]
+    return [
+        x if planned and not isinstance(x, jax.core.Tracer) else place(call, mesh, path, x, spec, axes.every, kind)
+        for path, x, spec, kind in rows
+    ]
 
 
 def place(

@@ -68,11 +68,10 @@ def _naming_boxes(options: Options, init_fn: Callable[..., Any], args: Any) -> I
     """Names the box with an axis that the mesh lacks: as Flax constrains its value, JAX names the axis alone."""
     try:
         yield
-    except ValueError as error:
-        try:
+    except ValueError:
+        out = None
+        with contextlib.suppress(Exception):  # it needs the mesh, or numbers
             out = partition.trace(init_fn, *args).out
-        except (ValueError, RuntimeError):  # it needs the mesh
-            raise error from None
         checks.parameters("init", options, out)
         raise
 

@@ -132,7 +132,7 @@ def plan(
             if through is not None:
                 schedule.views.update(zip(step.outs, through, strict=True))
     last = None if turn is None else flat.outs[turn]
-    if isinstance(last, Var) and end >= 0 and options.prefetch == 0:
+    if isinstance(last, Var) and last not in schedule.views and end >= 0 and options.prefetch == 0:
         schedule.fills = dict.fromkeys(_fills(flat.steps[end + 1 :], options.chunk_bytes or 0), last)
     behind = range(len(flat.outs) if stacked is None else stacked, len(flat.outs))
     schedule.lazy = {i for i in behind if i not in grads and flat.outs[i] in schedule.views}

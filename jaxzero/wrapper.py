@@ -201,11 +201,9 @@ class Calls:
         run = body.once("_regions", lambda: regions.around(body))
 
         def call_(*arrays: Any) -> Any:
-            planned = mesh.is_elsewhere(options.mesh) and mesh.is_traced(arrays)  # then constants have no place
+            planned = mesh.is_elsewhere(options.mesh) and mesh.is_traced(arrays)
             placed = [
-                xs
-                if planned and not mesh.is_traced(xs)
-                else mesh.place_all(call, options.mesh, path, xs, spec, axes, kinds)
+                mesh.place_all(call, options.mesh, path, xs, spec, axes, kinds, planned=planned)
                 for path, xs, spec, kinds in zip(paths, arrays, body.in_specs, body.in_kinds, strict=True)
             ]
             if mesh.is_traced(placed):

@@ -513,6 +513,18 @@ def test_errors_do_not_hide_the_optimizers_own():
         tx.update(ONES, tx.init(PARAMS), PARAMS)
 
 
+def test_errors_do_not_hide_those_of_init_fn():
+    """No error of a second trace in its place, where the size would be no number any more."""
+
+    def init_fn(key, size):
+        if size % 3:
+            raise ValueError("an odd size")
+        return {"w": jax.random.normal(key, (size,))}
+
+    with pytest.raises(ValueError, match="^an odd size"):
+        jax.jit(lambda key: zero8().init(init_fn, key, 4))(jax.random.key(0))
+
+
 # --- meshes without devices ----------------------------------------------------------------------
 
 

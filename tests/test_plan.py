@@ -112,6 +112,19 @@ def test_an_optimizer_that_closes_over_arrays():
     assert [plan.sent for plan in plans] == [plans[0].sent] * 3
 
 
+def test_a_program_elsewhere_takes_arrays_beside_traced_values():
+    """Of two extra arguments one is traced, the other a constant."""
+
+    def update(grads, state, params=None, *, value, scale):
+        return jax.tree.map(lambda g: g * value * scale, grads), state
+
+    zero = jaxzero.Zero(AbstractMesh((8,), ("data",)))
+    tx = zero.optimizer(optax.GradientTransformationExtraArgs(lambda p: optax.EmptyState(), update))
+    params, scale = {"w": jax.ShapeDtypeStruct((16, 4), jnp.float32)}, jnp.float32(2)
+    step = lambda p, s, v: zero.apply(tx, p, s, p, value=v, scale=scale)
+    jax.jit(step).lower(params, tx.init(params), jax.ShapeDtypeStruct((), jnp.float32))
+
+
 def test_totals_of_all_stages_are_those_of_their_own_plans(mesh8):
     inner, params = INNERS["clip, momentum"](), TREES["odd"]()
     plans = [jaxzero.Zero(mesh8, stage=stage).plan(params, inner) for stage in (1, 2, 3)]

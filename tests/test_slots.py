@@ -94,3 +94,11 @@ def test_a_large_array_of_constants_is_made_after_the_forward_pass(mesh8):
     assert barrier.primitive.name == "optimization_barrier"
     waits_for = [made[v].primitive.name for v in barrier.invars if not isinstance(v, Literal) and v in made]
     assert "neg" in waits_for  # the loss itself
+
+
+def test_a_loss_that_is_a_view_of_a_parameter(mesh8):
+    """Nothing ends its forward pass."""
+    zero = jaxzero.Zero(mesh8, stage=3, chunk_bytes=256, persist_bytes=0, prefetch=0)
+    params = zero.shard({"s": jnp.full((1,), 3.0), "w": jnp.ones((64, 64))})
+    loss, grads = zero.value_and_grad(lambda p, x: p["s"].reshape(()))(params, jnp.ones(8))
+    assert (loss, zero.gather(grads)["s"], jnp.abs(grads["w"]).max()) == (3.0, 1.0, 0.0)
