@@ -90,21 +90,24 @@ def scalars(jaxpr: Any, leafy: Sequence[bool]) -> tuple[Part, Jaxpr] | None:
     if _arrays(jaxpr) <= ONE_REGION:
         return None
     depend = {v for v, leaf in zip(jaxpr.invars, leafy, strict=True) if leaf}
-    made: dict[Any, None] = {}
-    others = []
+    made: dict[Any, list[Any]] = {}  # scalar -> the scalars among `made` that it is made of; none if it takes more
+    read = {v for v in jaxpr.outvars if not isinstance(v, Literal)}
     for eqn in jaxpr.eqns:
-        known = any(not isinstance(v, Literal) and v in depend for v in eqn.invars)
-        depend.update(eqn.outvars if known else ())
-        if known and not any(v.aval.shape for v in eqn.outvars):
-            made.update(dict.fromkeys(eqn.outvars))
+        takes = [v for v in eqn.invars if not isinstance(v, Literal) and v in depend]
+        depend.update(eqn.outvars if takes else ())
+        if takes and not any(v.aval.shape for v in eqn.outvars):
+            again = len(eqn.outvars) == 1 and all(v in made for v in takes)
+            made.update((v, takes if again else []) for v in eqn.outvars)
         else:
-            others.append(eqn)
-    atoms = [v for eqn in others for v in eqn.invars] + list(jaxpr.outvars)
-    read = {v for v in atoms if not isinstance(v, Literal)}
+            read.update(takes)
     cut = [v for v in made if v in read]
+    for _ in range(SCALARS):
+        if len(cut) > SCALARS:  # what each leaf makes of a few, such as casts of the norm, is made in every part
+            cut = list(dict.fromkeys(u for v in cut for u in made[v] or [v]))
     first = _part(Jaxpr(jaxpr.constvars, jaxpr.invars, cut, jaxpr.eqns), range(len(cut)))
     if not 0 < len(cut) <= SCALARS or not _elementwise(first.jaxpr.eqns, reductions=True):
         return None
+    others = [eqn for eqn in jaxpr.eqns if not set(cut).intersection(eqn.outvars)]
     rest = Jaxpr(jaxpr.constvars, [*jaxpr.invars, *cut], jaxpr.outvars, others)
     needed = _part(rest, range(len(jaxpr.outvars))).jaxpr.eqns
     return first, dataclasses.replace(rest, eqns=needed)

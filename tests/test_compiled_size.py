@@ -159,6 +159,14 @@ def test_scalars_made_of_all_leaves_come_first(monkeypatch):
     assert {eqn.primitive.name for eqn in rest.eqns} == {"div"}
     assert len(groups.parts(rest, [True] * 4 + [False])) > 1
 
+    def narrow(*leaves):
+        norm = optax.tree.norm(leaves)
+        return [x / norm.astype(jnp.bfloat16) for x in leaves]  # a cast for each leaf
+
+    first, rest = groups.scalars(jax.make_jaxpr(narrow)(*leaves * 3).jaxpr, [True] * 12)
+    assert len(first.outputs) == 1
+    assert len(groups.parts(rest, [True] * 12 + [False])) > 1
+
     own = jax.make_jaxpr(lambda *leaves: [x / (x * x).sum() for x in leaves])(*leaves * 3).jaxpr
     assert groups.scalars(own, [True] * 12) is None  # one for each leaf: too many
     mixed = jax.make_jaxpr(lambda *leaves: [x / jnp.cumsum(leaves[0]).sum() for x in leaves])(*leaves).jaxpr
