@@ -91,15 +91,16 @@ def scalars(jaxpr: Any, leafy: Sequence[bool]) -> tuple[Part, Jaxpr] | None:
         return None
     depend = {v for v, leaf in zip(jaxpr.invars, leafy, strict=True) if leaf}
     made: dict[Any, list[Any]] = {}  # scalar -> the scalars among `made` that it is made of; none if it takes more
-    read = {v for v in jaxpr.outvars if not isinstance(v, Literal)}
     for eqn in jaxpr.eqns:
         takes = [v for v in eqn.invars if not isinstance(v, Literal) and v in depend]
         depend.update(eqn.outvars if takes else ())
         if takes and not any(v.aval.shape for v in eqn.outvars):
             again = len(eqn.outvars) == 1 and all(v in made for v in takes)
             made.update((v, takes if again else []) for v in eqn.outvars)
-        else:
-            read.update(takes)
+    read = {v for v in jaxpr.outvars if not isinstance(v, Literal)}
+    for eqn in reversed(jaxpr.eqns):
+        if read.intersection(eqn.outvars) and made.keys().isdisjoint(eqn.outvars):
+            read.update(v for v in eqn.invars if not isinstance(v, Literal))
     cut = [v for v in made if v in read]
     for _ in range(SCALARS):
         if len(cut) > SCALARS:  # what each leaf makes of a few, such as casts of the norm, is made in every part
@@ -126,6 +127,8 @@ def _elementwise(eqns: Iterable[Any], reductions: bool = False) -> bool:
                 return False
         elif reductions and name.startswith("reduce_") and not any(v.aval.shape for v in eqn.outvars):
             continue
+        elif reductions and name == "concatenate" and all(v.aval.size == 1 for v in eqn.invars):
+            continue  # scalars of all leaves, to be reduced together
         elif not (name in _LOCAL or is_elementwise(eqn)):
             return False
     return True

@@ -132,8 +132,8 @@ def dynamic_loss_scale(
 
 def all_finite(grads: Any) -> Any:
     """Whether no element is infinite or NaN."""
-    leaves = [x for x in jax.tree.leaves(grads) if _floating(x)]
-    return jnp.all(jnp.array([jnp.all(jnp.isfinite(x)) for x in leaves]))
+    found = [jnp.all(jnp.isfinite(x)).reshape(1) for x in jax.tree.leaves(grads) if _floating(x)]
+    return jnp.all(jax.lax.concatenate([jnp.ones(1, bool), *found], 0))  # in one: `jnp.stack` makes many of many
 
 
 def unscaled(grads: Any, scale: Any, finite: Any) -> Any:

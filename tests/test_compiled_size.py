@@ -88,6 +88,10 @@ INNERS = {
     "adamw": (optax.adamw(1e-2), True),
     "lion + schedule": (optax.lion(optax.cosine_decay_schedule(1e-2, 10)), True),
     "clip + adamw": (optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2)), True),
+    "loss scale + clip + adamw": (
+        jaxzero.dynamic_loss_scale(optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2))),
+        True,
+    ),
     "lamb": (optax.lamb(1e-2), False),
 }
 
@@ -96,7 +100,7 @@ INNERS = {
 def test_several_regions_give_the_numbers_of_one(mesh8, monkeypatch, name):
     """Elementwise optimizers of many leaves are cut into parts; others are not; the results are the same."""
     inner, cuts = INNERS[name]
-    params = {f"p{i}": jnp.sin(jnp.arange(3.0 * (i + 1)).reshape(i + 1, 3)) for i in range(12)}
+    params = {f"p{i}": jnp.sin(jnp.arange(3.0 * (i + 1)).reshape(i + 1, 3)) for i in range(18)}
     params |= {"scalar": jnp.float32(2.0), "empty": jnp.zeros((0, 3))}
     if "clip" not in name:  # Optax refuses to clip integer leaves
         params["steps"] = jnp.arange(4)
