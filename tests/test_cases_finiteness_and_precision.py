@@ -148,6 +148,7 @@ def test_jz_055_bfloat16_gradients_keep_small_contributions(setting):
     make = lambda device, step: {"h": jnp.full(16, jnp.where(device == 0, 256.0, 1.0), jnp.bfloat16)}
     got = checks.update_inside(zero, optax.sgd(1.0), params, make)
     want = jnp.bfloat16(-(256.0 + devices - 1) / devices)
+    helpers.assert_all_shards_equal(got.params)
     np.testing.assert_array_equal(np.asarray(got.params["h"], np.float32), np.float32(want))
 
 

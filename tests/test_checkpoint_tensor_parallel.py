@@ -144,7 +144,9 @@ def test_chunks_of_any_size(limit, tmp_path, monkeypatch):
             lambda x: x.sharding, after.shard(params)
         )
         helpers.assert_all_shards_equal(restored.params)
-        for name, x in after.gather(restored.params).items():
+        whole = after.gather(restored.params)
+        helpers.assert_all_shards_equal(whole)
+        for name, x in whole.items():
             assert np.asarray(x).tobytes() == np.asarray(params[name]).tobytes(), name
 
 
