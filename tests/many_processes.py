@@ -18,7 +18,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxzero
-from jaxzero import padded_files, processes, storage
+from jaxzero._src.checkpoint import orbax_io, padded_handler
+from jaxzero._src.sharding import processes
 
 if __name__ == "__main__":  # pytest imports it, too, to look for doctests
     COORDINATOR, PROCESSES, MINE, DEVICES = sys.argv[1], *map(int, sys.argv[2:5])
@@ -69,7 +70,7 @@ def train() -> dict[str, list[float]]:
 
 def other_leaves() -> None:
     """Keys, integers, empty leaves; flat leaves by shares, rows that a model axis shards; restored on other layouts."""
-    padded_files.SMALL_SHARE, padded_files.CHUNK_BYTES = 0, 64
+    padded_handler.SMALL_SHARE, padded_handler.CHUNK_BYTES = 0, 64
     rng = np.random.default_rng(0)
     params = {
         "odd": rng.normal(size=(57, 12)).astype(np.float32),
@@ -115,7 +116,7 @@ def disagreements() -> None:
     refused("save: processes disagree on step", jaxzero.save, DIRECTORY / "none", MINE, zero, split, None)
     refused("disagree on directory", jaxzero.save, DIRECTORY / f"none{MINE}", 0, zero, split, None)
     with pytest.MonkeyPatch.context() as m:
-        m.setattr(storage, "obstacle", lambda path: "the disk of this one is full" if MINE else "")
+        m.setattr(orbax_io, "obstacle", lambda path: "the disk of this one is full" if MINE else "")
         refused(r"disk of this one is full \(process 1 of 2\)", jaxzero.save, DIRECTORY / "none", 1, zero, split, None)
     refused("restore: there is no complete checkpoint", jaxzero.restore, DIRECTORY / "none", zero, params, None)
     refused("restore: processes disagree on step", jaxzero.restore, DIRECTORY / "8-3", zero, params, None, 3 + MINE)

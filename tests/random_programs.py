@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxzero.layout import Layout
+from jaxzero._src.sharding.layout import Layout
 
 SHAPES = [(1,), (3,), (7,), (16,), (37,), (130,), (8, 1), (3, 7), (8, 3), (16, 16), (24, 5), (5, 24)]
 SHAPES += [(2, 8, 3), (3, 16, 5), (1, 3, 7), (16, 1, 8), (2, 3, 4, 8), (2, 5, 3, 7)]

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from jaxzero.batches import check_divides, fold, sort_arguments
-from jaxzero.mesh import Axes
+from jaxzero._src.gradients.batch import check_divides, fold, sort_arguments
+from jaxzero._src.sharding.axes import Axes
 
 AXES = Axes(("data",), ("replica",), (2, 4))
 

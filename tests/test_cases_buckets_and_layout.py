@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxzero
-from jaxzero.layout import Layout, even_split
+from jaxzero._src.sharding.layout import Layout, even_split
 
 pytestmark = pytest.mark.grid(11)
 

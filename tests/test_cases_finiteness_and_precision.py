@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxzero
-from jaxzero.synchronise import Mean
+from jaxzero._src.comm.reduce import Mean
 
 pytestmark = pytest.mark.grid(9)
 

@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxzero
-from jaxzero import manifest, padded_files, storage
+from jaxzero._src.checkpoint import manifest, orbax_io, padded_handler
 
 
 def stacked(path):
@@ -58,10 +58,10 @@ def zoo():
 def way(request, monkeypatch):
     """The ways flat leaves are written: small ones whole, large ones by shares; as one process or as many do it."""
     if request.param.startswith("by shares"):
-        monkeypatch.setattr(padded_files, "SMALL_SHARE", 0)
+        monkeypatch.setattr(padded_handler, "SMALL_SHARE", 0)
     if request.param.endswith("sent"):
-        monkeypatch.setattr(padded_files, "_all_here", lambda leaf: False)
-    monkeypatch.setattr(padded_files, "CHUNK_BYTES", 64)
+        monkeypatch.setattr(padded_handler, "_all_here", lambda leaf: False)
+    monkeypatch.setattr(padded_handler, "CHUNK_BYTES", 64)
     return request.param
 
 
@@ -546,7 +546,7 @@ def test_the_next_save_tells_that_one_failed(tmp_path, monkeypatch):
     params = zero.shard({"a": jnp.ones((5, 3))})
     jaxzero.save(tmp_path, 0, zero, params, None).wait()
     with monkeypatch.context() as m:
-        m.setattr(padded_files, "_write", fail)
+        m.setattr(padded_handler, "_write", fail)
         failed = jaxzero.save(tmp_path, 1, zero, params, None)
         with pytest.raises(ValueError, match="could not be written: .*No space left on device.*Earlier checkpoints"):
             jaxzero.save(tmp_path, 2, zero, params, None)
@@ -554,4 +554,4 @@ def test_the_next_save_tells_that_one_failed(tmp_path, monkeypatch):
         failed.wait()
     assert jaxzero.latest(tmp_path) == 0
     jaxzero.save(tmp_path, 2, zero, params, None).wait()
-    assert storage.complete_steps(tmp_path) == [0, 2]
+    assert orbax_io.complete_steps(tmp_path) == [0, 2]

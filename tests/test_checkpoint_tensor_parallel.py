@@ -17,7 +17,7 @@ import test_tensor_parallel as parallel
 from jax.sharding import PartitionSpec as P
 
 import jaxzero
-from jaxzero import padded_files
+from jaxzero._src.checkpoint import padded_handler
 
 INNER = parallel.OPTIMIZERS["adamw"]
 
@@ -123,7 +123,7 @@ def test_without_a_mesh_and_for_other_programs():
 @pytest.mark.parametrize("limit", [64, slow(4), slow(2**22)])
 def test_chunks_of_any_size(limit, tmp_path, monkeypatch):
     """Padded rows whose last share is empty, one layer of layers at a time, in half precision too."""
-    monkeypatch.setattr(padded_files, "CHUNK_BYTES", limit)
+    monkeypatch.setattr(padded_handler, "CHUNK_BYTES", limit)
     rng = np.random.default_rng(0)
     draw = lambda *shape: rng.normal(size=shape).astype(np.float32)
     params = {

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from jaxzero._compat import open_program
-from jaxzero.dependence import depends
+from jaxzero._src.jaxpr.compat import open_program
+from jaxzero._src.jaxpr.dependence import depends
 
 AXES = ("replica", "data")
 

@@ -7,8 +7,8 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from jaxzero import exchange
-from jaxzero.layout import Layout, even_split
+from jaxzero._src.comm import collectives
+from jaxzero._src.sharding.layout import Layout, even_split
 
 pytestmark = pytest.mark.usefixtures("strict")
 LAYOUTS = [
@@ -29,11 +29,11 @@ def values(dtype=np.float32):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_stored_and_back(layout):
     x = np.arange(1, layout.size + 1, dtype=np.int32).reshape(layout.shape)
-    stored = exchange.stored(jnp.asarray(x), layout)
+    stored = collectives.stored(jnp.asarray(x), layout)
     assert stored.shape == layout.stored_shape
     assert np.count_nonzero(stored) == layout.size
-    np.testing.assert_array_equal(exchange.logical(stored, layout), x)
-    shares = [exchange.share(jnp.asarray(x), layout, jnp.int32(i)) for i in range(8)]
+    np.testing.assert_array_equal(collectives.logical(stored, layout), x)
+    shares = [collectives.share(jnp.asarray(x), layout, jnp.int32(i)) for i in range(8)]
     assert {s.shape for s in shares} == {layout.local_shape}
     np.testing.assert_array_equal(np.concatenate(shares, axis=layout.lead), stored)
 
@@ -48,9 +48,9 @@ def test_scatter_and_gather_are_inverse(mesh24, axes, bucket_bytes):
 
     def body(arrays):
         mine = [x * (1 + lax.axis_index(axes).astype(jnp.float32)) for x in arrays]
-        shares = exchange.reduce_scatter(mine, layouts, axes, bucket_bytes=bucket_bytes)
+        shares = collectives.reduce_scatter(mine, layouts, axes, bucket_bytes=bucket_bytes)
         assert [s.shape for s in shares] == [x.local_shape for x in layouts]
-        return exchange.all_gather(shares, layouts, axes, bucket_bytes=bucket_bytes)
+        return collectives.all_gather(shares, layouts, axes, bucket_bytes=bucket_bytes)
 
     region = jax.shard_map(body, mesh=mesh24, in_specs=P(), out_specs=P())
     for got, x in zip(jax.jit(region)(values()), values(), strict=True):
@@ -65,7 +65,7 @@ def test_all_reduce(mesh8, reduce, expected, bucket_bytes):
     def body(arrays):
         index = lax.axis_index("data") + 1
         mine = [x * index.astype(x.dtype) for x in arrays]
-        return exchange.all_reduce(mine, ("data",), bucket_bytes=bucket_bytes, reduce=reduce)
+        return collectives.all_reduce(mine, ("data",), bucket_bytes=bucket_bytes, reduce=reduce)
 
     region = jax.shard_map(body, mesh=mesh8, in_specs=P(), out_specs=P())
     for got, x in zip(jax.jit(region)(arrays), arrays, strict=True):
@@ -86,18 +86,18 @@ def test_all_reduce(mesh8, reduce, expected, bucket_bytes):
     ],
 )
 def test_buckets(nbytes, kinds, limit, expected):
-    assert exchange.buckets(nbytes, list(kinds), limit) == expected
+    assert collectives.buckets(nbytes, list(kinds), limit) == expected
 
 
 def test_very_many_leaves_are_dealt_into_few_buckets():
-    found = exchange.buckets([1] * 10_000, ["a"] * 10_000, 10**9)
-    assert len(found) <= exchange.MORE
+    found = collectives.buckets([1] * 10_000, ["a"] * 10_000, 10**9)
+    assert len(found) <= collectives.MORE
     assert sorted(i for members in found for i in members) == list(range(10_000))
 
 
 def test_one_collective_per_bucket(mesh8):
     def count(bucket_bytes):
-        body = lambda xs: exchange.reduce_scatter(
+        body = lambda xs: collectives.reduce_scatter(
             [lax.pcast(x, ("data",), to="varying") for x in xs], LAYOUTS, ("data",), bucket_bytes=bucket_bytes
         )
         specs = [x.spec(("data",)) for x in LAYOUTS]

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxzero
 from jaxzero import cli
-from jaxzero.export import export
+from jaxzero._src.checkpoint.export import export
 
 
 def load(folder):

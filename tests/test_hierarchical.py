@@ -20,9 +20,10 @@ from jax.sharding import PartitionSpec as P
 from test_mutations import mutated
 
 import jaxzero
-from jaxzero import exchange, hops
-from jaxzero.layout import Layout, even_split
-from jaxzero.mesh import Axes
+from jaxzero._src.comm import collectives
+from jaxzero._src.comm import hierarchical as comm_hierarchical
+from jaxzero._src.sharding.axes import Axes
+from jaxzero._src.sharding.layout import Layout, even_split
 
 pytestmark = pytest.mark.grid(11)
 
@@ -80,9 +81,9 @@ def test_gather_keeps_the_order_of_the_flat_one(name, bucket_bytes):
 
     def body(arrays):
         index = lax.axis_index(axes)
-        shares = [exchange.share(x, layout, index) for x, layout in zip(arrays, found, strict=True)]
+        shares = [collectives.share(x, layout, index) for x, layout in zip(arrays, found, strict=True)]
         shares = [lax.pcast(x, axes, to="varying") if not jax.typeof(x).manual_axis_type.varying else x for x in shares]
-        return [exchange.all_gather(shares, found, over, bucket_bytes=bucket_bytes) for over in (axes, (axes,))]
+        return [collectives.all_gather(shares, found, over, bucket_bytes=bucket_bytes) for over in (axes, (axes,))]
 
     in_hops, flat = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P(), out_specs=P()))(whole(found))
     for a, b, x in zip(in_hops, flat, whole(found), strict=True):
@@ -99,13 +100,13 @@ def test_scatter_gives_the_shares_of_the_flat_one(name, bucket_bytes):
 
     def body(arrays):
         mine = [x * (1 + lax.axis_index(axes).astype(jnp.float32)) for x in arrays]
-        return [exchange.reduce_scatter(mine, found, over, bucket_bytes=bucket_bytes) for over in (axes, (axes,))]
+        return [collectives.reduce_scatter(mine, found, over, bucket_bytes=bucket_bytes) for over in (axes, (axes,))]
 
     specs = [x.spec(axes) for x in found]
     region = jax.shard_map(body, mesh=helpers.make_mesh(shape, axes), in_specs=P(), out_specs=[specs, specs])
     in_hops, flat = jax.jit(region)(whole(found))
     for a, b, x, layout in zip(in_hops, flat, whole(found), found, strict=True):
-        np.testing.assert_array_equal(exchange.logical(a, layout), x * 36)
+        np.testing.assert_array_equal(collectives.logical(a, layout), x * 36)
         np.testing.assert_array_equal(a, b)
 
 
@@ -115,8 +116,8 @@ def test_scatter_is_the_transpose_of_the_gather(mesh):
     def body(eye):
         index = lax.axis_index(NODES)
         mine = lax.dynamic_slice_in_dim(eye, index, 1)
-        scattered = hops.scatter(lax.pcast(eye, NODES, to="varying") / 8, NODES, 0)
-        return hops.gather(mine, NODES, 0), scattered
+        scattered = comm_hierarchical.scatter(lax.pcast(eye, NODES, to="varying") / 8, NODES, 0)
+        return comm_hierarchical.gather(mine, NODES, 0), scattered
 
     region = jax.shard_map(body, mesh=mesh((2, 4), NODES), in_specs=P(), out_specs=(P(), P(NODES)))
     gathered, scattered = jax.jit(region)(np.eye(8, dtype=np.float32))
@@ -125,7 +126,7 @@ def test_scatter_is_the_transpose_of_the_gather(mesh):
 
 def test_the_gather_is_typed_as_equal_on_all_devices(mesh):
     def body(x):
-        y = hops.gather(x, NODES, 0)
+        y = comm_hierarchical.gather(x, NODES, 0)
         assert jax.typeof(x).manual_axis_type.varying == {"node", "local"}
         assert not jax.typeof(y).manual_axis_type.varying
         return y
@@ -339,9 +340,9 @@ def test_swapped_node_and_local_shows(monkeypatch, name):
 
     compare()
     changes = MUTATIONS[name]
-    with mutated(monkeypatch, *changes[0], module=hops):
+    with mutated(monkeypatch, *changes[0], module=comm_hierarchical):
         if len(changes) > 1:
-            with mutated(monkeypatch, *changes[1], module=hops), pytest.raises(AssertionError):
+            with mutated(monkeypatch, *changes[1], module=comm_hierarchical), pytest.raises(AssertionError):
                 compare()
         else:
             with pytest.raises(AssertionError):
@@ -351,9 +352,9 @@ def test_swapped_node_and_local_shows(monkeypatch, name):
 @pytest.mark.parametrize("change", [node_after_node, turned])
 def test_right_shape_and_norm_hide_it(mesh, change):
     """Why the order is tested: everything else about the wrong gather is right."""
-    wrong = change(hops.gather)
+    wrong = change(comm_hierarchical.gather)
     region = jax.shard_map(
-        lambda x: (wrong(x, NODES, 0), hops.gather(x, NODES, 0)),
+        lambda x: (wrong(x, NODES, 0), comm_hierarchical.gather(x, NODES, 0)),
         mesh=mesh((2, 4), NODES),
         in_specs=P(NODES),
         out_specs=P(),
@@ -385,5 +386,5 @@ def test_a_lost_reduction_between_nodes_shows(monkeypatch):
         )
 
     compare()
-    with mutated(monkeypatch, "scatter", differing, module=hops), pytest.raises(AssertionError):
+    with mutated(monkeypatch, "scatter", differing, module=comm_hierarchical), pytest.raises(AssertionError):
         compare()

@@ -10,7 +10,8 @@ from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxzero
-from jaxzero import exchange, hlo_text
+from jaxzero._src.analysis import hlo_parser
+from jaxzero._src.comm import collectives
 
 HEADER = "HloModule m, is_scheduled=true, num_partitions=8\n"
 
@@ -42,7 +43,7 @@ def test_groups_in_every_way_of_printing_them(text):
 @pytest.mark.parametrize("leaf", ["layers/0/w", "(root)", "dense(1)/w", "a)b"])
 @pytest.mark.parametrize("name", ["jit(step)/{}/all_gather", "jit(step)/transpose(jvp({}))/reduce_scatter", "{}"])
 def test_leaves_in_names(leaf, name):
-    name = name.format(exchange.leaf_scope(leaf))
+    name = name.format(collectives.leaf_scope(leaf))
     line = f'  %a = f32[8]{{0}} all-gather(%x), replica_groups={{}}, metadata={{op_name="{name}"}}'
     (found,) = jaxzero.collectives(HEADER + "ENTRY %main () -> f32[8] {\n" + line)
     assert found.leaf == leaf
@@ -166,26 +167,26 @@ def test_fusions_of_tpus():
         ("all-gather", 128, 6, True, 3, True),
         ("reduce-scatter", 256, 1, False, None, False),
     ]
-    assert hlo_text.parse(TPU).on_tpu
-    assert not hlo_text.parse(GPU).on_tpu
+    assert hlo_parser.parse(TPU).on_tpu
+    assert not hlo_parser.parse(GPU).on_tpu
 
 
 def test_arguments_and_what_is_reused():
-    program = hlo_text.parse(GPU)
+    program = hlo_parser.parse(GPU)
     assert program.arguments() == [
-        hlo_text.Argument(0, "params['w'].value", (1, 8), 32),
-        hlo_text.Argument(1, "", (8, 8), 256),
+        hlo_parser.Argument(0, "params['w'].value", (1, 8), 32),
+        hlo_parser.Argument(1, "", (8, 8), 256),
     ]
     assert program.reused() == set()
     alias = "input_output_alias={ {0}: (0, {}, may-alias), {1}: (3, {}, must-alias) }, num"
-    assert hlo_text.parse(GPU.replace("num", alias, 1)).reused() == {0, 3}
+    assert hlo_parser.parse(GPU.replace("num", alias, 1)).reused() == {0, 3}
 
 
 @pytest.mark.parametrize(
     ("text", "size"), [("pred[3]", 3), ("f8e4m3fn[2,2]", 4), ("(f32[2]{0}, s64[])", 16), ("c64[2]", 16), ("u4[4]", 4)]
 )
 def test_bytes_of_types(text, size):
-    assert hlo_text.nbytes(text) == size
+    assert hlo_parser.nbytes(text) == size
 
 
 # --- programs compiled here ----------------------------------------------------------------------

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from jaxzero.layout import EvenSplit, Layout, default_split, even_split, is_split
+from jaxzero._src.sharding.layout import EvenSplit, Layout, default_split, even_split, is_split
 
 
 @pytest.mark.parametrize("n", range(1, 9))

@@ -15,7 +15,8 @@ from test_mutations import mutated
 from test_precision import SETTINGS, assert_rounded, gradients, make_zero, mixed
 
 import jaxzero
-from jaxzero import exchange, loss_scale
+from jaxzero._src.comm import collectives
+from jaxzero._src.optimizer import loss_scale
 
 ADAMW = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(optax.linear_schedule(1e-2, 1e-3, 10)))
 WAYS = ["outside", "inside"]
@@ -262,7 +263,7 @@ def device_0_decides(f):
 
 
 def test_a_local_decision_shows(monkeypatch):
-    with mutated(monkeypatch, "all_reduce", device_0_decides, exchange), pytest.raises(AssertionError):
+    with mutated(monkeypatch, "all_reduce", device_0_decides, collectives), pytest.raises(AssertionError):
         assert_skipped_once(overflow_on_one_device("stage 2", "outside"))
 
 

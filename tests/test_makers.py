@@ -3,9 +3,9 @@
 import jax
 import jax.numpy as jnp
 
-from jaxzero import makers, sinks
-from jaxzero.flat_program import flatten
-from jaxzero.layout import Layout
+from jaxzero._src.fsdp import gradient_terms, reorder
+from jaxzero._src.jaxpr.flat import flatten
+from jaxzero._src.sharding.layout import Layout
 
 ARRAY = jax.ShapeDtypeStruct((8, 8), jnp.float32)
 
@@ -13,7 +13,7 @@ ARRAY = jax.ShapeDtypeStruct((8, 8), jnp.float32)
 def traced(loss, *args):
     """The flat gradient program of a loss of two weights and data, and its sinks."""
     flat = flatten(jax.make_jaxpr(jax.value_and_grad(loss, (0, 1)))(*args).jaxpr, [])
-    return flat, sinks.find(flat, {i: Layout((8, 8), 8, "rows") for i in (1, 2)})
+    return flat, gradient_terms.find(flat, {i: Layout((8, 8), 8, "rows") for i in (1, 2)})
 
 
 def two_layers(w, v, x):
@@ -26,18 +26,18 @@ def products(flat, var=None):
 
 def test_the_product_behind_moves_is_found():
     flat, found = traced(two_layers, ARRAY, ARRAY, ARRAY)
-    made = makers.find(flat, found.terms, lambda position: True)
+    made = reorder.find(flat, found.terms, lambda position: True)
     assert {s.name for s in made} == {"dot_general"}
     assert len(made) == 2
     assert all(s.name == "transpose" for tail in made.values() for s in tail)
-    assert not makers.find(flat, found.terms, lambda position: False)
+    assert not reorder.find(flat, found.terms, lambda position: False)
 
 
 def test_a_gradient_is_made_after_the_last_product_with_the_parameter():
     flat, found = traced(two_layers, ARRAY, ARRAY, ARRAY)
-    made = makers.find(flat, found.terms, lambda position: True)
+    made = reorder.find(flat, found.terms, lambda position: True)
     steps, last = list(flat.steps), products(flat, flat.inputs[1])[-1]
-    behind = makers.postpone(flat, made, products(flat, flat.inputs[0]) + products(flat, flat.inputs[1]))
+    behind = reorder.postpone(flat, made, products(flat, flat.inputs[0]) + products(flat, flat.inputs[1]))
     assert last in behind.values()
     assert all(flat.steps.index(maker) > flat.steps.index(use) for maker, use in behind.items())
     assert sorted(map(id, steps)) == sorted(map(id, flat.steps))
@@ -45,7 +45,7 @@ def test_a_gradient_is_made_after_the_last_product_with_the_parameter():
 
 def test_every_step_still_comes_after_what_it_reads():
     flat, found = traced(two_layers, ARRAY, ARRAY, ARRAY)
-    makers.postpone(flat, makers.find(flat, found.terms, lambda position: True), products(flat))
+    reorder.postpone(flat, reorder.find(flat, found.terms, lambda position: True), products(flat))
     there = set(flat.inputs)
     for step in flat.steps:
         assert not [x for x in step.ins if x not in there and not hasattr(x, "value")]
@@ -58,6 +58,6 @@ def test_a_gradient_that_something_else_reads_stays_where_it_is():
         return value, *grads, jnp.sum(grads[0])
 
     flat = flatten(jax.make_jaxpr(program)(ARRAY, ARRAY, ARRAY).jaxpr, [])
-    found = sinks.find(flat, {i: Layout((8, 8), 8, "rows") for i in (1, 2)})
-    made = makers.find(flat, found.terms, lambda position: True)
+    found = gradient_terms.find(flat, {i: Layout((8, 8), 8, "rows") for i in (1, 2)})
+    made = reorder.find(flat, found.terms, lambda position: True)
     assert [tail[-1].outs[0] for tail in made.values()] == [flat.outs[2]]

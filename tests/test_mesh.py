@@ -11,8 +11,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxzero
-from jaxzero.axis_options import check_axes
-from jaxzero.mesh import (
+from jaxzero._src.sharding.axes import (
     Axes,
     cast,
     in_manual_region,
@@ -24,6 +23,7 @@ from jaxzero.mesh import (
     varying,
     written,
 )
+from jaxzero._src.sharding.axis_checks import check_axes
 
 
 def test_names_and_sizes():

@@ -18,8 +18,8 @@ import pytest
 from jax import lax
 
 import jaxzero
-from jaxzero import exchange
-from jaxzero.layout import Layout
+from jaxzero._src.comm import collectives
+from jaxzero._src.sharding.layout import Layout
 
 BATCHES = checks.quadratic_batches()
 MODULES = [
@@ -84,7 +84,7 @@ def compare_replicas(setting):
 
 
 @contextlib.contextmanager
-def mutated(monkeypatch, name, change, module=exchange):
+def mutated(monkeypatch, name, change, module=collectives):
     """`module.name` replaced by `change(original)`, wherever the library has imported it."""
     original = getattr(module, name)
     wrong = change(original)

@@ -12,8 +12,10 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxzero
-from jaxzero import offload, partition
-from jaxzero.mesh import Axes
+from jaxzero._src import partition
+from jaxzero._src.optimizer import offload as optimizer_offload
+from jaxzero._src.partition import values as partition_values
+from jaxzero._src.sharding.axes import Axes
 
 BOTH = ("state", "params")
 MESHES = {
@@ -53,7 +55,7 @@ def train(mesh, stage, offload, name, steps=3):
     """Steps of the whole loop, under one `jit` with donation."""
     shape, axes = MESHES[mesh]
     dtype = jnp.bfloat16 if name == "master weights" else jnp.float32
-    zero = jaxzero.Zero(helpers.make_mesh(*shape), stage=stage, offload=offload, bucket_bytes=2048, **axes)
+    zero = jaxzero.Zero(helpers.make_mesh(*shape), stage=stage, offload=optimizer_offload, bucket_bytes=2048, **axes)
     x = jax.random.normal(jax.random.key(1), (16, 16)).astype(dtype)
     zero = zero.observe(loss_fn, model(dtype), x)
     x = checks.place(x, zero.mesh, P(zero.mesh.axis_names))
@@ -173,8 +175,8 @@ def cut(inner, bucket_bytes):
     program = body.traced.program.jaxpr
     held = range(body.traced.grads, body.traced.grads + len(body.traced.state))
     held = [i for i in held if program.invars[i].aval.shape]
-    program, _ = offload.flat(program, body.traced.program.consts)
-    return offload.stages(program, held, body._buckets())
+    program, _ = optimizer_offload.flat(program, body.traced.program.consts)
+    return optimizer_offload.stages(program, held, body._buckets())
 
 
 def test_one_leaf_at_a_time():
@@ -204,12 +206,12 @@ def test_stages_are_the_program():
 
     args = [jnp.arange(1.0, 4.0) * k for k in (1, 2, 3, 4)]
     program = partition.trace(f, *args).jaxpr
-    held = [offload.Held(x, lambda x: x) if i < 2 else x for i, x in enumerate(args)]
-    ctx = partition.Context(Axes(("data",), (), (1,)), None, None)
+    held = [optimizer_offload.Held(x, lambda x: x) if i < 2 else x for i, x in enumerate(args)]
+    ctx = partition_values.Context(Axes(("data",), (), (1,)), None, None)
     store = lambda positions, values: ctx.settle(values, [None] * len(values))
     for order in ([0, 1, 2, 3, 4], [2, 0, 4, 3, 1]):
-        buckets = [offload.Bucket([0], order[:2]), offload.Bucket([1], order[2:])]
-        out = offload.evaluate(ctx, program, [], held, buckets, store)
+        buckets = [optimizer_offload.Bucket([0], order[:2]), optimizer_offload.Bucket([1], order[2:])]
+        out = optimizer_offload.evaluate(ctx, program, [], held, buckets, store)
         for i, want in enumerate(f(*args)):
             np.testing.assert_allclose(out[i], want, rtol=1e-6)
 
@@ -224,7 +226,7 @@ def test_unknown_names_are_refused(value):
 
 
 def test_a_backend_without_host_memory_is_refused(monkeypatch):
-    monkeypatch.setattr(offload, "KIND", "other_host")
+    monkeypatch.setattr(optimizer_offload, "KIND", "other_host")
     expected = checks.saying(
         "Zero: offload=.'state',.", "cannot reach the host's memory", "pinned_host", "drop offload"
     )

@@ -11,10 +11,14 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from jaxzero import exchange, mesh
-from jaxzero.layout import Layout, even_split
-from jaxzero.mesh import Axes
-from jaxzero.partition import Context, Record, Split, run, trace
+from jaxzero._src.comm import collectives
+from jaxzero._src.partition import trace
+from jaxzero._src.partition.evaluate import run
+from jaxzero._src.partition.record import Record
+from jaxzero._src.partition.values import Context, Split
+from jaxzero._src.sharding import axes as sharding_axes
+from jaxzero._src.sharding.axes import Axes
+from jaxzero._src.sharding.layout import Layout, even_split
 
 
 def evaluate(f, arrays, layouts, world):
@@ -29,7 +33,7 @@ def evaluate(f, arrays, layouts, world):
         values = []
         for x, layout in zip(arrays, layouts, strict=True):
             if layout is not None:
-                split = Split(mesh.cast(exchange.share(x, layout, ctx.index), ("data",)), layout)
+                split = Split(sharding_axes.cast(collectives.share(x, layout, ctx.index), ("data",)), layout)
                 x = Split(ctx.masked(split, np.nan) if x.dtype == np.float32 else split.local, layout)
             values.append(x)
         out = run(ctx, program.jaxpr, program.consts, values)

@@ -4,8 +4,8 @@ import jax.numpy as jnp
 import numpy as np
 from test_partition import evaluate
 
-from jaxzero.layout import Layout
-from jaxzero.partition import Report
+from jaxzero._src.partition.record import Report
+from jaxzero._src.sharding.layout import Layout
 
 
 def report(f, *shapes):

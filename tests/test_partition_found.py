@@ -9,7 +9,7 @@ from jax import lax
 from jax.experimental import io_callback
 from test_partition import evaluate
 
-from jaxzero.layout import Layout
+from jaxzero._src.sharding.layout import Layout
 
 
 def eighths(*shape):

@@ -8,7 +8,7 @@ from helpers import close
 from jax import lax
 from test_partition import evaluate
 
-from jaxzero.layout import Layout
+from jaxzero._src.sharding.layout import Layout
 
 pytestmark = pytest.mark.grid(5)
 

@@ -7,7 +7,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxzero.pieces import Chunks, boxes, extents
+from jaxzero._src.checkpoint.chunks import Chunks, boxes, extents
 
 shapes = st.lists(st.integers(1, 6), max_size=4).map(tuple)
 

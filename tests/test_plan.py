@@ -17,8 +17,9 @@ from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
 import jaxzero
-from jaxzero import partition, plan_table, stand_in
-from jaxzero.state import leaves_of
+from jaxzero._src.analysis import default_loss, plan_table
+from jaxzero._src.partition import record
+from jaxzero._src.sharding.leaves import leaves_of
 
 
 def normal(*shape, dtype=jnp.float32):
@@ -157,7 +158,7 @@ def test_what_rests_on_the_host(mesh8, stage, offload):
     abstract = jaxzero.Zero(AbstractMesh((8,), ("data",)), stage=stage, offload=offload)
     assert abstract.plan(params, inner).at_rest == plan.at_rest
     (line,) = [line for line in str(plan).splitlines() if line.startswith(" of it on the host")]
-    assert partition.size_text(row.host) in line
+    assert record.size_text(row.host) in line
     assert "on the host" in repr(plan)
     assert "host" not in f"{without} {without!r}"
 
@@ -317,7 +318,7 @@ def test_the_stand_in_uses_every_parameter_forward_and_backward(mesh8):
     """What is planned without a loss is what its stand-in would send."""
     params = TREES["stacked"]()
     zero = jaxzero.Zero(mesh8, stage=3, stacked=stacked, persist_bytes=0, chunk_bytes=None)
-    loss = stand_in.loss(leaves_of(params, 8, stacked))
+    loss = default_loss.loss(leaves_of(params, 8, stacked))
     text = jax.jit(zero.value_and_grad(loss)).lower(zero.shard(params), jnp.ones(8)).compile().as_text()
     assert_within_a_percent(planned(zero.plan(params)), counted(jaxzero.collectives(text, mesh8)))
     grad = jax.grad(loss)(params, jnp.ones(8))

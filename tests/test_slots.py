@@ -6,11 +6,12 @@ import pytest
 from jax.extend.core import Literal
 
 import jaxzero
-from jaxzero import partition, schedule
-from jaxzero.flat_program import Var, flatten, nbytes
-from jaxzero.layout import even_split
-from jaxzero.options import Options
-from jaxzero.slots import Unit, gathers
+from jaxzero._src import partition
+from jaxzero._src.fsdp import schedule
+from jaxzero._src.fsdp.gathers import Unit, gathers
+from jaxzero._src.jaxpr.flat import Var, flatten, nbytes
+from jaxzero._src.sharding.layout import even_split
+from jaxzero._src.sharding.options import Options
 
 F32 = jnp.dtype("float32")
 A, B, C = (Unit(Var(jax.ShapeDtypeStruct((1024, 1024), F32)), F32) for _ in range(3))

@@ -13,10 +13,10 @@ import stage3_models as models
 from jax import lax
 from test_mutations import clear, mutated, no_reduction, rotated, scaled
 
-from jaxzero import sinks, slots
-from jaxzero.gather_on_use import _Evaluation
-from jaxzero.synchronise import Mean
-from jaxzero.views import View
+from jaxzero._src.comm.reduce import Mean
+from jaxzero._src.fsdp import gathers, gradient_terms
+from jaxzero._src.fsdp.evaluate import _Evaluation
+from jaxzero._src.fsdp.views import View
 
 pytestmark = pytest.mark.grid(5)
 
@@ -208,9 +208,9 @@ def other_unit(f):
 
         def other(unit):
             alike = [v for v in layouts if layouts[v] == layouts[unit.source]]
-            return slots.Unit(alike[alike.index(unit.source) - 1], unit.dtype)
+            return gathers.Unit(alike[alike.index(unit.source) - 1], unit.dtype)
 
-        return f(self, slots.Slot([other(u) for u in slot.units], slot.step, slot.large, slot.late))
+        return f(self, gathers.Slot([other(u) for u in slot.units], slot.step, slot.large, slot.late))
 
     return wrong
 
@@ -266,7 +266,7 @@ def dropped_term(which):
 @pytest.mark.parametrize("which", [0, 1, -1])
 def test_dropped_term_of_a_gradient_shows(monkeypatch, options, which):
     compare_gradients("3", options)
-    with patched(monkeypatch, sinks, "find", dropped_term(which)), pytest.raises(AssertionError):
+    with patched(monkeypatch, gradient_terms, "find", dropped_term(which)), pytest.raises(AssertionError):
         compare_gradients("3", options)
 
 

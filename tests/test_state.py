@@ -7,8 +7,8 @@ import optax
 import pytest
 
 import jaxzero
-from jaxzero.layout import EvenSplit, Layout, even_split
-from jaxzero.state import bare, leaves_of, owner, shape_dtype, state_leaves, wear
+from jaxzero._src.sharding.layout import EvenSplit, Layout, even_split
+from jaxzero._src.sharding.leaves import bare, leaves_of, owner, shape_dtype, state_leaves, wear
 
 
 def abstract(*shape, dtype=jnp.float32):

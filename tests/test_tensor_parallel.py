@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxzero
-from jaxzero import exchange
+from jaxzero._src.comm import collectives
 
 SHAPES = {"emb": (12, 16), "w1": (16, 32), "b1": (32,), "w2": (32, 16), "b2": (16,), "odd": (13, 16), "scale": ()}
 SPECS = {"emb": P("model"), "w1": P(None, "model"), "b1": P("model"), "w2": P("model", None), "b2": P()}
@@ -207,7 +207,7 @@ def test_gradient_moves_no_parameter_over_the_other_axis(stage):
 
 
 def test_without_nested_regions_the_compiler_would_move_them(monkeypatch):
-    monkeypatch.setattr(exchange, "within", lambda beside, f, x, *rest: f(x, *rest))
+    monkeypatch.setattr(collectives, "within", lambda beside, f, x, *rest: f(x, *rest))
     assert max(row.nbytes for row in update_over_model("adamw")) >= LEAST
 
 

@@ -13,8 +13,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxzero
-from jaxzero import _compat
-from jaxzero.topology import _GPUS, _target
+from jaxzero._src.analysis.topology import _GPUS, _target
+from jaxzero._src.jaxpr import compat
 
 has = lambda module: importlib.util.find_spec(module) is not None
 
@@ -142,7 +142,7 @@ def test_what_libtpu_refuses_is_one_line(plugins, monkeypatch):
 )
 def test_no_accelerator_is_started(plugins, monkeypatch, platforms, started, after):
     """JAX is told to stay on the CPU, unless somebody has decided already."""
-    monkeypatch.setattr(_compat.xla_bridge, "backends_are_initialized", lambda: started)
+    monkeypatch.setattr(compat.xla_bridge, "backends_are_initialized", lambda: started)
     before = jax.config.jax_platforms
     try:
         jax.config.update("jax_platforms", platforms)

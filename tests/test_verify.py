@@ -12,7 +12,7 @@ import verify_steps
 from verify_steps import HONEST, INNER, PARAMS, SABOTAGED
 
 import jaxzero
-from jaxzero import plan
+from jaxzero._src.analysis import plan
 
 RECORDED = sorted(record_programs.FOLDER.glob("*.json.xz"))
 #: XLA makes all-reduces of reduce-scatters for TPUs, so there sums are compared, and one step is the honest one.

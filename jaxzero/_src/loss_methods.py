@@ -6,11 +6,11 @@ from typing import Any, Self
 
 import jax.numpy as jnp
 
-from . import forward as forwarding
-from . import gradients
-from . import observe as observing
-from .losses import How
-from .options import Options
+from .fsdp import observe as fsdp_observe
+from .gradients import forward as gradients_forward
+from .gradients import value_and_grad as gradients_value_and_grad
+from .gradients.checks import How
+from .sharding.options import Options
 
 
 class LossMethods(Options):
@@ -45,7 +45,7 @@ class LossMethods(Options):
           >>> zero.shard(jnp.ones((3, 16, 16))).addressable_shards[0].data.shape
           (3, 2, 16)
         """
-        observed, stacked = observing.observe(self, loss_fn, params, batch, _positions(whole_argnums))
+        observed, stacked = fsdp_observe.observe(self, loss_fn, params, batch, _positions(whole_argnums))
         return dataclasses.replace(self, stacked=stacked, observed=observed)
 
     def value_and_grad(
@@ -107,7 +107,9 @@ class LossMethods(Options):
         how = How(bool(has_aux), accumulate, jnp.dtype(accumulate_dtype), sync, bool(weighted))
         how.check("value_and_grad", self.stage)
         self.needs_observed("value_and_grad")
-        return gradients.value_and_grad(self._options, loss_fn, how, _positions(whole_argnums), bool(fold_keys))
+        return gradients_value_and_grad.value_and_grad(
+            self._options, loss_fn, how, _positions(whole_argnums), bool(fold_keys)
+        )
 
     def forward(
         self,
@@ -143,7 +145,7 @@ class LossMethods(Options):
           >>> logits.shape, float(logits.sum())
           ((16, 3), 240.0)
         """
-        return forwarding.forward(self._options, fn, _positions(whole_argnums), bool(fold_keys))
+        return gradients_forward.forward(self._options, fn, _positions(whole_argnums), bool(fold_keys))
 
     @property
     def _options(self) -> Options:

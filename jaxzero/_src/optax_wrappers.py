@@ -4,7 +4,7 @@ from typing import Any
 
 import optax
 
-from .mesh import AxisNames
+from .sharding.axes import AxisNames
 from .zero import Zero
 
 

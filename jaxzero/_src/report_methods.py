@@ -4,15 +4,15 @@ from typing import Any
 
 import optax
 
-from . import memory as remembering
-from . import plan as planning
-from . import verify as verifying
-from . import wrapper
+from .analysis import memory as analysis_memory
+from .analysis import plan as analysis_plan
+from .analysis import verify as analysis_verify
+from .analysis.memory import Memory
+from .analysis.plan import Plan
+from .analysis.verify import Verification
 from .loss_methods import LossMethods
-from .memory import Memory
-from .partition import Report
-from .plan import Plan
-from .verify import Verification
+from .optimizer import wrapper
+from .partition.record import Report
 
 
 class ReportMethods(LossMethods):
@@ -74,7 +74,7 @@ class ReportMethods(LossMethods):
           >>> [row.total for row in plan.at_rest]
           [8388612, 4718596, 2883588, 1048580]
         """
-        return planning.make(self._options, params, inner, accumulate, sync)
+        return analysis_plan.make(self._options, params, inner, accumulate, sync)
 
     def memory(self, compiled: Any) -> Memory:
         """What a compiled program needs of each device's memory, as XLA says; sends nothing.
@@ -97,7 +97,7 @@ class ReportMethods(LossMethods):
           >>> memory.arguments  # an eighth of the parameters and of the batch
           2304
         """
-        return remembering.memory(compiled)
+        return analysis_memory.memory(compiled)
 
     def verify(
         self,
@@ -152,4 +152,4 @@ class ReportMethods(LossMethods):
           parameters and state at rest          20.48 kB   20.48 kB  ok
           memory of donated arguments, reused   20.48 kB   20.48 kB  ok
         """
-        return verifying.verify(self._options, compiled, params, inner, accumulate, sync, donated)
+        return analysis_verify.verify(self._options, compiled, params, inner, accumulate, sync, donated)

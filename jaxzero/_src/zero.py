@@ -6,7 +6,8 @@ from typing import Any
 
 import optax
 
-from . import checks, placement, wrapper
+from .comm import placement
+from .optimizer import checks, wrapper
 from .report_methods import ReportMethods
 
 

@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Sequence
 
-from ..extras import need
+from .._src._optional import need
 
 
 def main(argv: Sequence[str] | None = None) -> int:

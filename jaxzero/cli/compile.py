@@ -21,14 +21,14 @@ import tyro
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from .. import plan_traffic
-from ..hlo import Collectives, collectives
-from ..memory import Memory
-from ..partition import size_text
-from ..topology import is_gpu, topology
-from ..zero import Zero
+from .._src.analysis import planned_traffic
+from .._src.analysis.hlo import Collectives, collectives
+from .._src.analysis.memory import Memory
+from .._src.analysis.topology import is_gpu, topology
+from .._src.partition.record import size_text
+from .._src.zero import Zero
 from . import output
-from . import problem as problems
+from . import problem as cli_problem
 from .problem import Problem
 from .settings import Settings, mesh_sizes
 
@@ -51,7 +51,7 @@ class Compile(Settings):
         inner = self.inner()
         zero = self.zero(mesh)
         with output.working(f"tracing {self.target}"):
-            problem = problems.of(self.target)
+            problem = cli_problem.of(self.target)
             if problem.loss is None:
                 raise ValueError(
                     f"{self.target} returns parameters alone, and a step needs a loss. Fix: return (parameters, "
@@ -157,7 +157,7 @@ def _placed(zero: Zero, x: Any, spec: P) -> jax.ShapeDtypeStruct:
 def _at_rest(zero: Zero, params: Any) -> Any:
     """Abstract parameters as they rest, placed."""
     axes, _ = zero.context("compile")
-    resting = plan_traffic.at_rest(zero, zero.leaves(params, axes.n))
+    resting = planned_traffic.at_rest(zero, zero.leaves(params, axes.n))
     specs = zero.specs(resting) if zero.stage == 3 else jax.tree.map(lambda x: P(), resting)
     return jax.tree.map(lambda x, spec: _placed(zero, x, spec), resting, specs)
 

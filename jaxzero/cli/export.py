@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from .. import export
+from .._src.checkpoint import export
 from . import output
 
 

@@ -8,9 +8,9 @@ import optax
 import tyro
 from jax.sharding import AbstractMesh
 
-from ..losses import How
-from ..options import BUCKET_BYTES, CHUNK_BYTES, PERSIST_BYTES, PREFETCH
-from ..zero import Zero
+from .._src.gradients.checks import How
+from .._src.sharding.options import BUCKET_BYTES, CHUNK_BYTES, PERSIST_BYTES, PREFETCH
+from .._src.zero import Zero
 from . import optimizers
 from .problem import Problem
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from typing import Any
 
-from ..options import nearest
+from .._src.sharding.options import nearest
 
 
 @contextmanager

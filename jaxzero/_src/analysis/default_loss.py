@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .state import Leaves
+from ..sharding.leaves import Leaves
 
 
 def loss(leaves: Leaves) -> Callable[..., Any]:

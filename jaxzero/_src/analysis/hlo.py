@@ -7,8 +7,8 @@ from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from .hlo_text import Groups, Instruction, Program, axes, groups, parse, sizes, text_of
-from .sent import REDUCE, SCATTER
+from ..jaxpr.collectives import REDUCE, SCATTER
+from .hlo_parser import Groups, Instruction, Program, axes, groups, parse, sizes, text_of
 
 _OPS = re.compile(r"(all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute|ragged-all-to-all)(-start)?")
 #: The computations of TPU programs in which an all-reduce keeps one share of its result.

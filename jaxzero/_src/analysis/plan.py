@@ -7,16 +7,17 @@ import jax
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from . import checks, offload, plan_table, plan_traffic, wrapper
-from .flat_program import nbytes
-from .layout import Shape
-from .losses import How
-from .mesh import path_text
-from .options import STAGES, Options
-from .partition import size_text
-from .plan_traffic import CALL
-from .sent import Sent
-from .state import Leaf, Leaves, is_key, owner
+from ..gradients.checks import How
+from ..jaxpr.collectives import Sent
+from ..jaxpr.flat import nbytes
+from ..optimizer import checks, offload, wrapper
+from ..partition.record import size_text
+from ..sharding.axes import path_text
+from ..sharding.layout import Shape
+from ..sharding.leaves import Leaf, Leaves, is_key, owner
+from ..sharding.options import STAGES, Options
+from . import plan_table, planned_traffic
+from .planned_traffic import CALL
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,10 +161,10 @@ def make(options: Options, params: Any, inner: optax.GradientTransformation | No
         )
     checks.parameters(CALL, options, params)
     leaves = options.leaves(params, axes.n)
-    resting = plan_traffic.at_rest(options, leaves)
+    resting = planned_traffic.at_rest(options, leaves)
     own, other, hosted, unsharded = _state(options, leaves, resting, inner)
-    buckets = plan_traffic.buckets(options, leaves, axes)
-    traffic, chunks = plan_traffic.trace(options, leaves, inner, resting, how)
+    buckets = planned_traffic.buckets(options, leaves, axes)
+    traffic, chunks = planned_traffic.trace(options, leaves, inner, resting, how)
     state = sum(own.values()) + other
     return Plan(
         options.stage,

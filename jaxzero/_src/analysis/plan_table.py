@@ -5,8 +5,8 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from .extras import need
-from .partition import size_text
+from .._optional import need
+from ..partition.record import size_text
 
 if TYPE_CHECKING:
     from .plan import Plan, PlannedLeaf

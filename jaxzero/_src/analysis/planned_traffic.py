@@ -8,18 +8,22 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from . import exchange, loss_call, placement, sent, stand_in, wrapper
-from .flat_program import Var
-from .gradients import Gradient
-from .layout import Layout
-from .losses import How
-from .mesh import Axes
-from .observe import Loss
-from .options import Options
-from .schedule import Schedule
-from .split_loss import GradientProgram, SplitProgram
-from .state import Leaf, Leaves
-from .synchronise import Mean
+from ..comm import collectives, placement
+from ..comm.reduce import Mean
+from ..fsdp.observe import Loss
+from ..fsdp.schedule import Schedule
+from ..gradients import call
+from ..gradients.checks import How
+from ..gradients.program import GradientProgram, SplitProgram
+from ..gradients.value_and_grad import Gradient
+from ..jaxpr import collectives as jaxpr_collectives
+from ..jaxpr.flat import Var
+from ..optimizer import wrapper
+from ..sharding.axes import Axes
+from ..sharding.layout import Layout
+from ..sharding.leaves import Leaf, Leaves
+from ..sharding.options import Options
+from . import default_loss
 
 CALL = "plan"
 
@@ -29,7 +33,7 @@ def loss_of(options: Options, leaves: Leaves, how: How) -> Loss:
     seen = options.observed and options.observed.loss
     if seen is None:
         axes, _ = options.context(CALL)
-        return Loss(stand_in.loss(leaves), (stand_in.batch(axes.n * axes.r * how.accumulate),), ())
+        return Loss(default_loss.loss(leaves), (default_loss.batch(axes.n * axes.r * how.accumulate),), ())
     return Loss(lambda *args: jax.tree.leaves(seen.fn(*args))[0], seen.batch, seen.whole_argnums)
 
 
@@ -46,7 +50,7 @@ def buckets(options: Options, leaves: Leaves, axes: Axes) -> dict[Any, int]:
     layouts = [leaf.cut if options.stage == 2 else Layout(leaf.shape, 1, "flat", beside=leaf.beside) for leaf in moving]
     if options.stage == 1:  # the loss travels first
         values, layouts = [jax.ShapeDtypeStruct((), jnp.float32), *values], [Layout((), 1, "flat"), *layouts]
-    groups = exchange.bucketed(values, layouts, options.bucket_bytes)
+    groups = collectives.bucketed(values, layouts, options.bucket_bytes)
     first = len(values) - len(moving)
     return {moving[i - first].path: number for number, group in enumerate(groups) for i in group if i >= first}
 
@@ -101,7 +105,7 @@ class _Watched(Gradient):
 
 def trace(
     options: Options, leaves: Leaves, inner: optax.GradientTransformation | None, resting: Any, how: How
-) -> tuple[tuple[sent.Sent, ...], dict[Any, int]]:
+) -> tuple[tuple[jaxpr_collectives.Sent, ...], dict[Any, int]]:
     """What one training step sends, and its chunks: read from the traces of `value_and_grad` and `apply` themselves.
 
     Args:
@@ -116,11 +120,13 @@ def trace(
     """
     loss, seen = loss_of(options, leaves, how), []  # type: Loss, list[SplitProgram]
     run = lambda setting, params, arrays: _Watched(loss.fn, how, setting, seen)(params, arrays)
-    grad_fn = loss_call.wrap(CALL, options, loss.whole_argnums, True, run, how.accumulate)
+    grad_fn = call.wrap(CALL, options, loss.whole_argnums, True, run, how.accumulate)
     backward, (_, grads) = jax.make_jaxpr(grad_fn, return_shape=True)(resting, *loss.batch)
     tx: Any = wrapper.wrap(options, optax.sgd(0.0) if inner is None else inner, False)
     apply = lambda g, s, p: tx.calls.update("apply", g, s, p, {})
     update = jax.make_jaxpr(apply)(grads, tx.init(resting), resting)
     sizes = dict(options.mesh.shape)
-    traffic = sent.total("gradient", backward.jaxpr, sizes) + sent.total("update", update.jaxpr, sizes)
+    traffic = jaxpr_collectives.total("gradient", backward.jaxpr, sizes) + jaxpr_collectives.total(
+        "update", update.jaxpr, sizes
+    )
     return traffic, chunks(seen[0], leaves) if seen else {}

@@ -16,8 +16,8 @@ import jax
 import numpy as np
 from jax.experimental import topologies
 
-from ._compat import backends_started
-from .options import nearest
+from ..jaxpr.compat import backends_started
+from ..sharding.options import nearest
 
 #: What differs between GPUs, as NVIDIA publishes it: memory in bytes, bandwidth in bytes/s, clock in GHz.
 _GPUS: dict[str, dict[str, Any]] = {

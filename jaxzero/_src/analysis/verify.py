@@ -7,16 +7,16 @@ from typing import Any
 import jax
 import optax
 
-from . import plan as planning
+from ..jaxpr.collectives import GATHER, REDUCE, SCATTER
+from ..partition.record import size_text
+from ..sharding.axes import Axes, path_text
+from ..sharding.layout import Shape
+from ..sharding.leaves import Leaf
+from ..sharding.options import Options
+from . import plan as analysis_plan
 from .hlo import Collectives, collectives
-from .hlo_text import Argument, Program, parse, sizes, text_of
-from .layout import Shape
-from .mesh import Axes, path_text
-from .options import Options
-from .partition import size_text
+from .hlo_parser import Argument, Program, parse, sizes, text_of
 from .plan import Plan
-from .sent import GATHER, REDUCE, SCATTER
-from .state import Leaf
 
 CALL = "verify"
 #: Bytes below which a collective, an argument or a difference is no matter.
@@ -81,7 +81,7 @@ def verify(
 ) -> Verification:
     """See `Zero.verify`."""
     program = parse(text_of(CALL, compiled))
-    plan = planning.make(options, params, inner, accumulate, sync)
+    plan = analysis_plan.make(options, params, inner, accumulate, sync)
     axes, _ = options.context(CALL)
     if program.devices != options.mesh.size:
         raise ValueError(
@@ -261,7 +261,7 @@ def _shapes(options: Options, leaf: Leaf) -> tuple[Shape, Shape, Shape]:
     split, whole = leaf.spec(options.shard_axes), leaf.spec(None)
     stored = leaf.cut.stored_shape
     ways = ((stored, split), (leaf.shape, whole), (stored, whole))
-    one, two, three = (planning.local_shape(options, shape, spec) for shape, spec in ways)
+    one, two, three = (analysis_plan.local_shape(options, shape, spec) for shape, spec in ways)
     return one, two, three
 
 

@@ -6,11 +6,15 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from . import checks, entries, manifest, placement, processes, storage, wrapper
-from .layout import is_split
-from .mesh import Axes, check_devices
-from .options import Options
-from .state import Leaves, state_leaves, wear
+from ..comm import placement
+from ..optimizer import checks, wrapper
+from ..sharding import processes
+from ..sharding.axes import Axes, check_devices
+from ..sharding.layout import is_split
+from ..sharding.leaves import Leaves, state_leaves, wear
+from ..sharding.options import Options
+from . import leaves as checkpoint_leaves
+from . import manifest, orbax_io
 
 
 class Restored(NamedTuple):
@@ -45,8 +49,8 @@ class Saving:
         Raises:
           ValueError: If it could not be written. Earlier checkpoints are as they were.
         """
-        storage.wait()
-        if not storage.is_complete(self.path):
+        orbax_io.wait()
+        if not orbax_io.is_complete(self.path):
             raise ValueError(f"save: {self.path} was not written: an earlier call raised the reason. Fix: save again.")
 
 
@@ -100,12 +104,12 @@ def save(
         raise ValueError(f"save: step={step!r}. Expected an int of at least 0. Fix: the number of the training step.")
     axes = _axes("save", zero)
     extra = manifest.check_extra(extra)
-    leaves, arrays = entries.saved(zero, axes, params, opt_state, inner)
-    storage.wait()
-    path = storage.folder(directory) / str(int(step))
+    leaves, arrays = checkpoint_leaves.saved(zero, axes, params, opt_state, inner)
+    orbax_io.wait()
+    path = orbax_io.folder(directory) / str(int(step))
     facts = dict(step=step, directory=directory, leaves=manifest.fingerprint(leaves))
-    processes.agree("save", zero, facts, storage.obstacle(path))
-    storage.write(path, manifest.compose(zero, axes, int(step), leaves, extra), leaves, arrays, zero, axes)
+    processes.agree("save", zero, facts, orbax_io.obstacle(path))
+    orbax_io.write(path, manifest.compose(zero, axes, int(step), leaves, extra), leaves, arrays, zero, axes)
     return Saving(path)
 
 
@@ -125,8 +129,8 @@ def latest(directory: Any) -> int | None:
       >>> jaxzero.latest("/no/such/directory") is None
       True
     """
-    storage.wait()
-    found = processes.broadcast(max(storage.complete_steps(directory), default=-1))
+    orbax_io.wait()
+    found = processes.broadcast(max(orbax_io.complete_steps(directory), default=-1))
     return None if found < 0 else found
 
 
@@ -163,15 +167,15 @@ def restore(
     axes = _axes("restore", zero)
     path, told = found("restore", directory, zero, latest(directory) if step is None else step)
     checks.arrays("restore", abstract_params)
-    params = entries.of_tree(zero, abstract_params, axes)
-    leaves, state = entries.of_params(zero, params), None
+    params = checkpoint_leaves.of_tree(zero, abstract_params, axes)
+    leaves, state = checkpoint_leaves.of_params(zero, params), None
     if inner is not None:
-        saved = {name: leaf for name, leaf in told["leaves"].items() if name.split("/")[0] == entries.STATE}
-        state = entries.wanted_state(inner, params, axes, saved)
-        leaves = leaves + entries.of_state(zero, state_leaves(state, params.leaves, axes.n))
-    entries.check_names("restore", leaves)
+        saved = {name: leaf for name, leaf in told["leaves"].items() if name.split("/")[0] == checkpoint_leaves.STATE}
+        state = checkpoint_leaves.wanted_state(inner, params, axes, saved)
+        leaves = leaves + checkpoint_leaves.of_state(zero, state_leaves(state, params.leaves, axes.n))
+    checkpoint_leaves.check_names("restore", leaves)
     manifest.check_leaves(path, told, leaves, params_only=inner is None, partial=partial)
-    arrays = storage.read(path, zero, [e for e in leaves if e.name in told["leaves"]], axes)
+    arrays = orbax_io.read(path, zero, [e for e in leaves if e.name in told["leaves"]], axes)
     count = len(params.leaves)
     new_params = _params(path, zero, params, leaves[:count], arrays, abstract_params)
     if any(e.name not in arrays for e in leaves[count:]):
@@ -197,17 +201,17 @@ def _axes(call: str, zero: Options | None) -> Axes:
 def found(call: str, directory: Any, zero: Options | None, step: int | None) -> tuple[Any, dict[str, Any]]:
     """The folder of a step and its manifest; refuses what is no complete checkpoint, or too new."""
     told: dict[str, Any] = {}
-    path = storage.folder(directory) / str(step)
+    path = orbax_io.folder(directory) / str(step)
     problem = (
         f"{call}: there is no complete checkpoint in {directory}. Expected one that jaxzero.save wrote. Fix: the "
         "directory; jaxzero.latest(directory) is None where there is none."
     )
     if step is not None:
-        told, problem = storage.read_manifest(path)
+        told, problem = orbax_io.read_manifest(path)
         if problem:
             problem = (
                 f"{call}: {path} cannot be read: {problem}. Expected a complete checkpoint; complete steps here are "
-                f"{storage.complete_steps(directory)}. Fix: one of these, or permission to read."
+                f"{orbax_io.complete_steps(directory)}. Fix: one of these, or permission to read."
             )
     processes.agree(call, zero, dict(step=step, directory=directory), problem)
     manifest.check_version(call, path, told)

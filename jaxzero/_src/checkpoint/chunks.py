@@ -9,7 +9,7 @@ import dataclasses
 import math
 from collections.abc import Iterator
 
-from .layout import Shape
+from ..sharding.layout import Shape
 
 #: Chunks waste at most one part in this many on the padding of the last one.
 _WASTE = 100

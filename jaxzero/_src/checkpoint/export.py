@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from . import checkpoint, storage
-from .entries import PARAMS
-from .extras import need
+from .._optional import need
+from . import api, orbax_io
+from .leaves import PARAMS
 
 FORMATS = ("safetensors",)
 #: The size of a file: as much is held at a time, or the largest parameter.
@@ -58,14 +58,14 @@ def export(
     library = need("safetensors.numpy", "export", "jaxzero export")
     path, leaves = _found(directory, step)
     _check(library, path, leaves)
-    folder = storage.folder(out) if out is not None else path.parent / to / path.name
+    folder = orbax_io.folder(out) if out is not None else path.parent / to / path.name
     groups = list(_groups(leaves, max_bytes))
     files = {f"model-{i:05}-of-{len(groups):05}.safetensors": group for i, group in enumerate(groups, 1)}
     if len(groups) < 2:
         files = {"model.safetensors": [*leaves]}
     _make(folder)
     for file, names in files.items():
-        found = storage.read_plain(path, [name for name in names if 0 not in leaves[name].shape])
+        found = orbax_io.read_plain(path, [name for name in names if 0 not in leaves[name].shape])
         empty = {name: np.zeros(x.shape, x.dtype) for name, x in leaves.items() if name in names and 0 in x.shape}
         tensors = {_dotted(name): np.asarray(x, order="C") for name, x in {**found, **empty}.items()}
         library.save_file(tensors, folder / file, metadata={"format": "np", "step": path.name})
@@ -79,8 +79,8 @@ def export(
 
 def _found(directory: Any, step: int | None) -> tuple[Any, dict[str, jax.ShapeDtypeStruct]]:
     """The folder of a step, and its parameters as they are on disk."""
-    step = checkpoint.latest(directory) if step is None else step
-    path, told = checkpoint.found("export", directory, None, step)
+    step = api.latest(directory) if step is None else step
+    path, told = api.found("export", directory, None, step)
     params = {name: x for name, x in told["leaves"].items() if name.split("/")[0] == PARAMS}
     clash = {_dotted(name) for name in params}
     if len(clash) < len(params):

@@ -10,12 +10,23 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from . import checks, programs
-from .layout import Beside, Layout, Shape, is_split
-from .mesh import Axes, path_text
-from .options import Options
-from .state import Leaf, Leaves, StateLeaf, bare, is_key, leaves_of, owner, shape_dtype, spec_of, state_leaves
-from .wrapper import ShardedOptimizer
+from ..optimizer import checks, trace
+from ..optimizer.wrapper import ShardedOptimizer
+from ..sharding.axes import Axes, path_text
+from ..sharding.layout import Beside, Layout, Shape, is_split
+from ..sharding.leaves import (
+    Leaf,
+    Leaves,
+    StateLeaf,
+    bare,
+    is_key,
+    leaves_of,
+    owner,
+    shape_dtype,
+    spec_of,
+    state_leaves,
+)
+from ..sharding.options import Options
 
 PARAMS, STATE = "params", "opt_state"
 
@@ -160,11 +171,11 @@ def _by_inner(opt_state: Any, leaves: Leaves, axes: Axes, inner: Any) -> list[St
     """The leaves of the state as the inner optimizer makes it."""
     checks.inner_optimizer(inner, ShardedOptimizer, "save")
     if "flax.nnx" in sys.modules:  # `nnx.Optimizer` has boxes of its own kinds around the same leaves
-        made = programs.trace_init(inner, leaves, axes).out
+        made = trace.trace_init(inner, leaves, axes).out
         names = lambda tree: [path_text(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
         if names(made) == names(opt_state):
             opt_state = jax.tree.unflatten(jax.tree.structure(made), jax.tree.leaves(opt_state))
-    return state_leaves(programs.logical_state(inner, leaves, opt_state, axes), leaves.leaves, axes.n)
+    return state_leaves(trace.logical_state(inner, leaves, opt_state, axes), leaves.leaves, axes.n)
 
 
 def _by_params(opt_state: Any, leaves: Leaves, axes: Axes) -> list[StateLeaf]:
@@ -213,4 +224,4 @@ def wanted_state(inner: Any, params: Leaves, axes: Axes, found: Mapping[str, Any
     checks.inner_optimizer(inner, ShardedOptimizer, "restore")
     entries = lambda state: of_state(None, state_leaves(state, params.leaves, axes.n))
     fitting = lambda state: sum(found.get(e.name) == e.described for e in entries(state))
-    return programs.state_that(inner, params, axes, fitting, len(found))
+    return trace.state_that(inner, params, axes, fitting, len(found))

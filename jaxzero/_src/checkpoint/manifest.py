@@ -5,10 +5,10 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ._version import __version__
-from .entries import PARAMS, STATE, Entry
-from .mesh import Axes
-from .options import Options
+from .._version import __version__
+from ..sharding.axes import Axes
+from ..sharding.options import Options
+from .leaves import PARAMS, STATE, Entry
 
 #: Raised by one where older versions of jaxzero could not read what newer ones write.
 FORMAT = 1

@@ -13,12 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from . import _compat
-from .entries import Entry
-from .extras import need
-from .mesh import Axes, put, written
-from .options import Options
-from .state import is_key
+from .._optional import need
+from ..jaxpr import compat
+from ..sharding.axes import Axes, put, written
+from ..sharding.leaves import is_key
+from ..sharding.options import Options
+from .leaves import Entry
 
 #: Leaves are read in groups of about this many bytes, or an eighth of all where that is more.
 GROUP_BYTES = 64 * 2**20
@@ -63,7 +63,7 @@ def write(
 ) -> None:
     """Starts to write one step; returns when this process's part is on the host."""
     ocp = orbax()
-    from .padded_files import CHUNK_BYTES
+    from .padded_handler import CHUNK_BYTES
 
     items = {e.name: _item(e, x, zero, axes) for e, x in zip(entries, arrays, strict=True) if e.written}
     what = {_MANIFEST: ocp.args.JsonSave(manifest)}
@@ -119,7 +119,7 @@ def obstacle(path: Any) -> str:
 
 def _item(e: Entry, x: Any, zero: Options | None, axes: Axes) -> Any:
     """What Orbax is given for one leaf: an array of all processes."""
-    from .padded_files import PaddedLeaf
+    from .padded_handler import PaddedLeaf
 
     if is_key(e.dtype):
         x = jax.random.key_data(x)
@@ -141,14 +141,14 @@ def _remove_unfinished(directory: Any) -> None:
 @functools.cache
 def _saver() -> Any:
     saver = orbax().AsyncCheckpointer(_handler())
-    _compat.before_exit(_last_wait)
+    compat.before_exit(_last_wait)
     return saver
 
 
 @functools.cache
 def _handler() -> Any:
     ocp = orbax()
-    from .padded_files import PaddedHandler, PaddedLeaf
+    from .padded_handler import PaddedHandler, PaddedLeaf
 
     whole = ocp.type_handlers.ArrayHandler(
         min_slice_bytes_for_replica_parallel=SLICE_BYTES,
@@ -245,7 +245,7 @@ def _groups(entries: Sequence[Entry]) -> Iterator[list[Entry]]:
 
 def _read_group(path: Any, zero: Options | None, entries: Sequence[Entry], axes: Axes) -> dict[str, Any]:
     ocp = orbax()
-    from .padded_files import PaddedLeaf, PaddedTarget
+    from .padded_handler import PaddedLeaf, PaddedTarget
 
     how: dict[str, Any] = {}
     for e in entries:

@@ -21,11 +21,12 @@ import tensorstore as ts
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from . import exchange, mesh
-from .layout import Layout, Shape
-from .manual_region import open_region
-from .mesh import Axes
-from .pieces import Box, Chunks, boxes, extents, filling, within
+from ..comm import collectives
+from ..sharding import axes as sharding_axes
+from ..sharding.axes import Axes
+from ..sharding.layout import Layout, Shape
+from ..sharding.regions import open_region
+from .chunks import Box, Chunks, boxes, extents, filling, within
 
 #: The size of chunks: what a reader of another layout reads too much, at each end of its share.
 CHUNK_BYTES = 4 * 2**20
@@ -97,7 +98,7 @@ def _copied(leaf: PaddedLeaf) -> tuple[Shape, list[Part]]:
     """The chunk shape on disk, which all processes agree on, and this process's parts, on the host."""
     layout, item = leaf.layout, leaf.value.dtype.itemsize
     spec = layout.spec(leaf.axes.shard)
-    value = mesh.place("save", leaf.mesh, (), leaf.value, spec, leaf.axes.every)
+    value = sharding_axes.place("save", leaf.mesh, (), leaf.value, spec, leaf.axes.every)
     leaf = dataclasses.replace(leaf, value=value)
     if layout.kind == "rows":
         share = value.sharding.shard_shape(value.shape)
@@ -210,7 +211,7 @@ def _slab(on: Any, axes: Axes, layout: Layout, rows: int) -> Callable[..., Any]:
     def take(x: Any, at: Any) -> Any:
         if layout.lead:
             x = lax.dynamic_slice_in_dim(x, at, rows, axis=0)
-        return exchange.all_gather([x], [part], axes.hops, bucket_bytes=None)[0]
+        return collectives.all_gather([x], [part], axes.hops, bucket_bytes=None)[0]
 
     whole = PartitionSpec()
     return jax.jit(open_region(on, axes, take, (layout.spec(axes.shard), whole), whole))

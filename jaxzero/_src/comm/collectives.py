@@ -19,9 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .hops import Hops, far, gather, near, scatter
-from .layout import Beside, Layout
-from .manual_region import within
+from ..sharding.layout import Beside, Layout
+from ..sharding.regions import within
+from .hierarchical import Hops, far, gather, near, scatter
 
 Array = jax.Array
 

@@ -9,13 +9,17 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from . import checks, entry, exchange, mesh, offload, partition, processes
-from .layout import Beside, EvenSplit, Layout, even_split, is_split, partition_spec
-from .manual_region import only, open_region
-from .mesh import Axes, path_text
-from .options import Options
-from .partition import draws
-from .state import bare, leading, shape_dtype, wear
+from .. import partition
+from ..optimizer import checks, convert, offload
+from ..partition import draws, evaluate, values
+from ..sharding import axes as sharding_axes
+from ..sharding import processes
+from ..sharding.axes import Axes, path_text
+from ..sharding.layout import Beside, EvenSplit, Layout, even_split, is_split, partition_spec
+from ..sharding.leaves import bare, leading, shape_dtype, wear
+from ..sharding.options import Options
+from ..sharding.regions import only, open_region
+from . import collectives
 
 P = PartitionSpec
 
@@ -27,23 +31,23 @@ def born(options: Options, init_fn: Callable[..., Any], *args: Any) -> Any:
     shape are made share by share: no device holds a whole leaf, unless it is computed from one.
     """
     outside(options, "init")
-    if not mesh.is_traced(args):
-        mesh.check_devices("init", options.mesh)
+    if not sharding_axes.is_traced(args):
+        sharding_axes.check_devices("init", options.mesh)
         processes.agree("init", options, processes.digests(args))
     if options.stage < 3:
-        if mesh.is_traced(args):
+        if sharding_axes.is_traced(args):
             with _naming_boxes(options, init_fn, args):
                 params = init_fn(*args)
             return shard(options, params, "init")
         params = _born_whole(options, init_fn, args)
-        return shard(options, params, "init") if options.offload or mesh.is_traced(params) else params
+        return shard(options, params, "init") if options.offload or sharding_axes.is_traced(params) else params
     axes, _ = options.context("init")
     arrays, tree = jax.tree.flatten(args)
     avals = [jax.ShapeDtypeStruct(*shape_dtype(x)) for x in arrays]
     here = jax.sharding.get_abstract_mesh()  # where the user has set one, a model may look for it
     with _naming_boxes(options, init_fn, args):
         born_ = lambda xs: init_fn(*jax.tree.unflatten(tree, xs))
-        program = partition.trace(born_, avals, mesh=here if here.empty else mesh.all_auto(options.mesh))
+        program = partition.trace(born_, avals, mesh=here if here.empty else sharding_axes.all_auto(options.mesh))
     checks.parameters("init", options, program.out)
     leaves = options.leaves(program.out, axes.n)
     layouts = [leaf.layout for leaf in leaves.leaves]
@@ -51,15 +55,15 @@ def born(options: Options, init_fn: Callable[..., Any], *args: Any) -> Any:
 
     def body(arrays: Any, consts: Any) -> list[Any]:
         born = draws.Born(layout for layout in layouts if layout is not None)
-        ctx = partition.Context(axes, options.bucket_bytes, None, born=born)
-        rest = entry.at_rest(ctx, ctx.settle(partition.run(ctx, program.jaxpr, consts, arrays), layouts))
+        ctx = values.Context(axes, options.bucket_bytes, None, born=born)
+        rest = convert.at_rest(ctx, ctx.settle(evaluate.run(ctx, program.jaxpr, consts, arrays), layouts))
         return [offload.to_host(x) if kind else x for x, kind in zip(rest, kinds, strict=True)]
 
     specs_ = [leaf.spec(axes.shard) for leaf in leaves.leaves]
     run = open_region(options.mesh, axes, body, (P(), P()), specs_)
-    placed = mesh.place_all("init", options.mesh, None, arrays, P(), axes)
-    consts = mesh.place_all("init", options.mesh, None, program.consts, P(), axes)
-    stored = run(placed, consts) if mesh.is_traced(placed) else jax.jit(run)(placed, consts)
+    placed = sharding_axes.place_all("init", options.mesh, None, arrays, P(), axes)
+    consts = sharding_axes.place_all("init", options.mesh, None, program.consts, P(), axes)
+    stored = run(placed, consts) if sharding_axes.is_traced(placed) else jax.jit(run)(placed, consts)
     return leaves.unflatten([wear(x, layout) for x, layout in zip(stored, layouts, strict=True)])
 
 
@@ -81,7 +85,7 @@ def _born_whole(options: Options, init_fn: Callable[..., Any], args: Any) -> Any
         out = jax.eval_shape(init_fn, *args)
     checks.parameters("init", options, out)
     leaves = options.leaves(out, 1)
-    placed = leaves.unflatten([mesh.written(options.mesh, x.spec(None), len(x.shape)) for x in leaves.leaves])
+    placed = leaves.unflatten([sharding_axes.written(options.mesh, x.spec(None), len(x.shape)) for x in leaves.leaves])
     return jax.jit(init_fn, out_shardings=placed)(*args)
 
 
@@ -91,7 +95,7 @@ def shard(options: Options, params: Any, call: str = "shard") -> Any:
     axes, _ = options.context(call)
     checks.parameters(call, options, params)
     leaves = options.leaves(params, axes.n)
-    if not mesh.is_traced(params):
+    if not sharding_axes.is_traced(params):
         processes.agree(call, options, processes.digests(params))
     out = []
     for leaf, x in zip(leaves.leaves, jax.tree.leaves(params, is_leaf=is_split), strict=True):
@@ -118,15 +122,15 @@ def _stored(call: str, options: Options, path: Any, x: Any, layout: Layout, own:
         return bare(x)
     sharding = getattr(jax.typeof(x) if isinstance(x, jax.core.Tracer) else x, "sharding", None)
     if isinstance(sharding, NamedSharding) and any(sharding.spec):
-        x = mesh.place(call, options.mesh, path, x, partition_spec(layout.beside), own)
-    return exchange.stored(jnp.asarray(x), layout)
+        x = sharding_axes.place(call, options.mesh, path, x, partition_spec(layout.beside), own)
+    return collectives.stored(jnp.asarray(x), layout)
 
 
 def _put(call: str, options: Options, path: Any, x: Any, spec: P, own: Any, kind: str | None = None) -> Any:
     """`mesh.place`, and for a traced array on an Auto mesh a constraint: here the placement is the point."""
     if not isinstance(x, jax.core.Tracer):
-        return mesh.place(call, options.mesh, path, x, spec, own, kind)
-    x = mesh.place(call, options.mesh, path, offload.to_device(x), spec, own)
+        return sharding_axes.place(call, options.mesh, path, x, spec, own, kind)
+    x = sharding_axes.place(call, options.mesh, path, offload.to_device(x), spec, own)
     if AxisType.Explicit not in options.mesh.axis_types:
         x = jax.lax.with_sharding_constraint(x, NamedSharding(options.mesh, spec))
     return offload.to_host(x) if kind else x
@@ -145,14 +149,14 @@ def gather(options: Options, tree: Any) -> Any:
             continue
         layout = _layout("gather", options, leaf.path, x, axes, leaf.beside)
         value = offload.to_device(x.value) if isinstance(x.value, jax.core.Tracer) else x.value
-        value = mesh.place("gather", options.mesh, leaf.path, value, layout.spec(axes.shard), axes.every)
+        value = sharding_axes.place("gather", options.mesh, leaf.path, value, layout.spec(axes.shard), axes.every)
         out.append(_gather_one(options.mesh, axes, layout)(value))
     return leaves.unflatten(out)
 
 
 @functools.lru_cache(maxsize=512)
 def _gather_one(mesh_: Any, axes: Axes, layout: Layout) -> Callable[[Any], Any]:
-    whole = lambda x: exchange.all_gather([x], [layout], axes.hops, bucket_bytes=None)[0]
+    whole = lambda x: collectives.all_gather([x], [layout], axes.hops, bucket_bytes=None)[0]
     return jax.jit(open_region(mesh_, axes, whole, layout.spec(axes.shard), partition_spec(layout.beside)))
 
 
@@ -167,7 +171,7 @@ def _gather_inside(options: Options, axes: Axes, tree: Any) -> Any:
     leaves = options.leaves(tree, axes.n, shares=True)
     out = [bare(x) for x in jax.tree.leaves(tree, is_leaf=is_split)]
     cut = [i for i, leaf in enumerate(leaves.leaves) if leaf.layout is not None]
-    whole = exchange.all_gather(
+    whole = collectives.all_gather(
         [out[i] for i in cut],
         [leaves.leaves[i].cut for i in cut],
         axes.hops,
@@ -219,7 +223,7 @@ def _written(spec: PartitionSpec, axes: Axes) -> PartitionSpec:
     """A spec as layouts write it: JAX drops axes of one device from it, and Explicit meshes append `None`s."""
     sizes = dict(zip(axes.every, axes.sizes, strict=True))
     kept = tuple(a for a in axes.shard if sizes[a] > 1)
-    parts = [axes.shard if part and mesh.names(part) == kept != axes.shard else part for part in spec]
+    parts = [axes.shard if part and sharding_axes.names(part) == kept != axes.shard else part for part in spec]
     while parts and parts[-1] is None:
         parts.pop()
     return P(*parts)

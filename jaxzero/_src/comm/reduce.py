@@ -14,10 +14,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from . import exchange
-from .layout import Beside, Layout
-from .mesh import Axes, cast
-from .options import Options
+from ..sharding.axes import Axes, cast
+from ..sharding.layout import Beside, Layout
+from ..sharding.options import Options
+from . import collectives
 
 Array = jax.Array
 
@@ -75,7 +75,7 @@ class Mean:
     def first_hop(self, local: Sequence[Array], layouts: Sequence[Layout]) -> list[Array]:
         """Full local gradients -> this device's share of their sum over the shard axis (reduce-scatter)."""
         sent = [self.send(x) for x in local]
-        return exchange.reduce_scatter(sent, layouts, self.axes.hops, bucket_bytes=self.options.bucket_bytes)
+        return collectives.reduce_scatter(sent, layouts, self.axes.hops, bucket_bytes=self.options.bucket_bytes)
 
     def second_hop(
         self, shares: Sequence[Array], layouts: Sequence[Layout], dtypes: Sequence[Any], weight: Array | None = None
@@ -92,7 +92,7 @@ class Mean:
         sent = [self.send(x) for x in local]
         whole = self._sum(sent, self.axes.shard, [layout.beside for layout in layouts])
         index = lax.axis_index(self.axes.shard)
-        return [exchange.share(x, layout, index) for x, layout in zip(whole, layouts, strict=True)]
+        return [collectives.share(x, layout, index) for x, layout in zip(whole, layouts, strict=True)]
 
     def whole(
         self,
@@ -108,7 +108,7 @@ class Mean:
         return [self.receive(x, dtype, w) for x, dtype, w in zip(done, dtypes, weights, strict=True)]
 
     def _sum(self, sent: Sequence[Array], axes: tuple[str, ...], beside: Sequence[Beside] | None) -> list[Array]:
-        return exchange.all_reduce(sent, axes, bucket_bytes=self.options.bucket_bytes, beside=beside)
+        return collectives.all_reduce(sent, axes, bucket_bytes=self.options.bucket_bytes, beside=beside)
 
     def total(self, weight: Array) -> Array:
         """The sum of the weights of all devices; never narrow."""

@@ -11,17 +11,17 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from . import exchange, typed
-from . import sinks as terms
-from ._compat import scan_parts
-from .flat_program import Known, Step, Var
-from .mesh import cast
-from .offload import on_host, to_device
-from .partition.bind import bind
+from ..comm import collectives
+from ..comm.reduce import Mean
+from ..jaxpr.bind import bind
+from ..jaxpr.compat import scan_parts
+from ..jaxpr.flat import Known, Step, Var
+from ..optimizer.offload import on_host, to_device
+from ..sharding.axes import cast
+from ..sharding.leaves import is_key
+from . import gradient_terms, varying
+from .gathers import Slot, Unit
 from .schedule import Scan, Schedule
-from .slots import Slot, Unit
-from .state import is_key
-from .synchronise import Mean
 
 
 def evaluate(schedule: Schedule, args: Sequence[Any], mean: Mean, typed: bool) -> tuple[list[Any], dict[int, Any]]:
@@ -37,14 +37,14 @@ def evaluate(schedule: Schedule, args: Sequence[Any], mean: Mean, typed: bool) -
       The results (`None` for gradients and views), and the gradients: sums over the shard axis of this
       device's share, by position; a gradient that is zero is missing.
     """
-    return _Evaluation(schedule, args, mean, typed, {}).run()
+    return _Evaluation(schedule, args, mean, varying, {}).run()
 
 
 class _Evaluation:
     def __init__(
         self, schedule: Schedule, args: Sequence[Any], mean: Mean, typed: bool, secondary: dict[Unit, Any]
     ) -> None:
-        self.plan, self.mean, self.axes, self.typed = schedule, mean, mean.axes, typed
+        self.plan, self.mean, self.axes, self.typed = schedule, mean, mean.axes, varying
         self.local_again = mean.options.regather == "local" and len(mean.axes.hops) > 1
         # What the backward pass gathers from inside its node: of one layer, and of all layers of a scan.
         self.secondary = {u: x for u, x in secondary.items() if x.ndim == len(self.axes.hops) + 1}
@@ -158,11 +158,11 @@ class _Evaluation:
     def _gather(self, slot: Slot, shares: list[Any]) -> list[Any]:
         layouts = [self.plan.layouts[u.source] for u in slot.units]
         if not self.local_again:
-            return exchange.all_gather(shares, layouts, self.axes.hops, bucket_bytes=exchange.NO_LIMIT)
+            return collectives.all_gather(shares, layouts, self.axes.hops, bucket_bytes=collectives.NO_LIMIT)
         if slot not in self.near:
-            shares = [self._type(x) for x in exchange.gather_far(shares, layouts, self.axes.hops)]
+            shares = [self._type(x) for x in collectives.gather_far(shares, layouts, self.axes.hops)]
             self.secondary.update(zip(slot.units, shares, strict=True))
-        return exchange.gather_near(shares, layouts, self.axes.hops)
+        return collectives.gather_near(shares, layouts, self.axes.hops)
 
     def _with_views(self, number: int, step: Step, ins: list[Any]) -> list[Any]:
         if step.eqn is None:
@@ -188,7 +188,7 @@ class _Evaluation:
             return _barrier(ins, ())[0]
         if step in self.plan.scans:
             return self._scan(step, ins)
-        return typed.equation(step.eqn, ins, self._type) if self.typed else bind(step.eqn, ins)
+        return varying.equation(step.eqn, ins, self._type) if self.typed else bind(step.eqn, ins)
 
     def _scan(self, step: Step, ins: list[Any]) -> list[Any]:
         """A scan whose body gathers one layer, and reduces the gradient of one layer."""
@@ -242,7 +242,7 @@ class _Evaluation:
             yield i, (layout.local_shape, self.mean.wire(dtype))
 
     def _results(self, step: Step, outs: list[Any]) -> None:
-        if terms.is_zero(step):
+        if gradient_terms.is_zero(step):
             self.zeros.update(step.outs)
         for v, x in zip(step.outs, outs, strict=True):
             if v not in self.plan.views:
@@ -270,7 +270,7 @@ class _Evaluation:
     def _reduce(self, positions: Sequence[int], values: Sequence[Any]) -> None:
         sent = [self.mean.send(x) for x in values]
         layouts = [self.plan.grads[p] for p in positions]
-        done = exchange.reduce_scatter(sent, layouts, self.axes.hops, bucket_bytes=exchange.NO_LIMIT)
+        done = collectives.reduce_scatter(sent, layouts, self.axes.hops, bucket_bytes=collectives.NO_LIMIT)
         for position, x in zip(positions, done, strict=True):
             self._add(position, x)
         self.flying.append(positions[0])

@@ -11,8 +11,8 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .flat_program import Var
-from .options import Options
+from ..jaxpr.flat import Var
+from ..sharding.options import Options
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,9 +12,9 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from ._compat import open_program
-from .flat_program import Atom, Flat, Known, Step, Var
-from .layout import Layout
+from ..jaxpr.compat import open_program
+from ..jaxpr.flat import Atom, Flat, Known, Step, Var
+from ..sharding.layout import Layout
 
 _SUMS = {"add_any", "add"}
 

@@ -8,13 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from . import checks, partition
-from ._compat import open_program, scan_parts
-from .boxes import opened
-from .flat_program import Flat, Var, flatten
-from .mesh import for_losses, path_text
-from .options import Options
-from .state import Leaves, leaves_of
+from .. import partition
+from ..jaxpr.compat import open_program, scan_parts
+from ..jaxpr.flat import Flat, Var, flatten
+from ..optimizer import checks
+from ..sharding.axes import for_losses, path_text
+from ..sharding.flax_boxes import opened
+from ..sharding.leaves import Leaves, leaves_of
+from ..sharding.options import Options
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,7 +7,7 @@ as large as `w` itself. If the product with `w` comes first, `w` is gone when it
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
-from .flat_program import Flat, Step, Var
+from ..jaxpr.flat import Flat, Step, Var
 
 #: What autodiff puts between the product that makes a gradient and the gradient.
 _RELABELS = {"transpose", "reshape", "squeeze", "convert_element_type"}

@@ -11,15 +11,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from . import makers as making
-from . import sinks as terms
-from . import views as viewing
-from ._compat import open_program, scan_parts
-from .flat_program import Atom, Flat, Step, Var, flatten, nbytes
-from .layout import Layout
-from .options import Options
-from .sinks import Sinks
-from .slots import Slot, Unit, gathers
+from ..jaxpr.compat import open_program, scan_parts
+from ..jaxpr.flat import Atom, Flat, Step, Var, flatten, nbytes
+from ..sharding.layout import Layout
+from ..sharding.options import Options
+from . import gradient_terms, reorder
+from . import views as fsdp_views
+from .gathers import Slot, Unit, gathers
+from .gradient_terms import Sinks
 from .views import View
 
 
@@ -113,7 +112,7 @@ def plan(
     Returns:
       The plan.
     """
-    found = terms.find(flat, grads)
+    found = gradient_terms.find(flat, grads)
     schedule = Schedule(flat, layouts, dict(given), found, grads, {}, {}, {}, [], {}, set(), options.prefetch)
     for v in layouts:
         schedule.views.setdefault(v, View(v))
@@ -128,7 +127,7 @@ def plan(
         elif step.name == "scan":
             _scan(schedule, step, options, number > end)
         else:
-            through = viewing.view_through(step, schedule.views)
+            through = fsdp_views.view_through(step, schedule.views)
             if through is not None:
                 schedule.views.update(zip(step.outs, through, strict=True))
     last = None if turn is None else flat.outs[turn]
@@ -225,10 +224,10 @@ def _late_gradients(schedule: Schedule, options: Options) -> None:
     )
     makers = {
         step: tail
-        for step, tail in making.find(flat, schedule.sinks.terms, large).items()
+        for step, tail in reorder.find(flat, schedule.sinks.terms, large).items()
         if step not in uses and step not in schedule.scans
     }
-    schedule.makers = dict.fromkeys(makers) | making.postpone(flat, makers, uses)
+    schedule.makers = dict.fromkeys(makers) | reorder.postpone(flat, makers, uses)
 
 
 def _reductions(schedule: Schedule, options: Options) -> None:

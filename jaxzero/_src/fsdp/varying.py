@@ -10,9 +10,9 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from ._compat import Literal, open_program, scan_parts
-from .flat_program import CALLS
-from .partition.bind import bind
+from ..jaxpr.bind import bind
+from ..jaxpr.compat import Literal, open_program, scan_parts
+from ..jaxpr.flat import CALLS
 
 #: Casts that a trace left: here every value has the type already; axes that are not manual are the compiler's.
 _CASTS = {"pvary", "pcast", "reshard"}

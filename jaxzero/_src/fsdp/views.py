@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .flat_program import Known, Step, Var
-from .partition.bind import bind
+from ..jaxpr.bind import bind
+from ..jaxpr.flat import Known, Step, Var
 
 #: They move elements and change none, so a cast may pass them.
 _MOVES = {

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .batches import Argument
-from .mesh import Axes, cast
-from .state import is_key
+from ..sharding.axes import Axes, cast
+from ..sharding.leaves import is_key
+from .batch import Argument
 
 
 class Terms(NamedTuple):

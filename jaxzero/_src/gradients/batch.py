@@ -9,8 +9,8 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from .mesh import Axes, path_text, varying
-from .state import is_key
+from ..sharding.axes import Axes, path_text, varying
+from ..sharding.leaves import is_key
 
 
 @dataclasses.dataclass(frozen=True)

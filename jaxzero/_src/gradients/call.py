@@ -9,13 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from . import batches, checks, mesh, offload
-from .batches import Arguments
-from .layout import is_split
-from .manual_region import open_region
-from .mesh import Axes, path_text
-from .options import Options
-from .state import Leaves, bare
+from ..optimizer import checks, offload
+from ..sharding import axes as sharding_axes
+from ..sharding.axes import Axes, path_text
+from ..sharding.layout import is_split
+from ..sharding.leaves import Leaves, bare
+from ..sharding.options import Options
+from ..sharding.regions import open_region
+from . import batch as gradients_batch
+from .batch import Arguments
 
 P = PartitionSpec
 
@@ -80,7 +82,7 @@ class Setting:
     @property
     def trace_mesh(self) -> Any:
         """The mesh under which the user's function is traced outside a region."""
-        return mesh.for_losses(self.options.mesh, self.axes)
+        return sharding_axes.for_losses(self.options.mesh, self.axes)
 
     @property
     def dealt(self) -> list[bool]:
@@ -127,17 +129,17 @@ def wrap(
 
     def wrapped(params: Any, *batch: Any) -> Any:
         axes, manual = options.context(call)
-        traced = manual or mesh.is_traced((params, batch))
-        arguments, arrays = batches.sort_arguments(batch, whole_argnums, fold_keys, traced, call)
+        traced = manual or sharding_axes.is_traced((params, batch))
+        arguments, arrays = gradients_batch.sort_arguments(batch, whole_argnums, fold_keys, traced, call)
         leaves = _parameters(call, params, axes, options, manual)
         setting = Setting(options, axes, manual, leaves, arguments, steps)
         flat = jax.tree.leaves(params)
-        batches.check_divides(arguments.arrays, arrays, (1, 1) if manual else (axes.n, axes.r), steps, call)
+        gradients_batch.check_divides(arguments.arrays, arrays, (1, 1) if manual else (axes.n, axes.r), steps, call)
         if not manual:
             flat, arrays = _placed(call, setting, flat, arrays)
         if traced:
             return run(setting, flat, arrays)
-        key = (setting, mesh.x64())
+        key = (setting, sharding_axes.x64())
         if key not in compiled:
             compiled[key] = jax.jit(lambda p, b: run(setting, p, b))
         return compiled[key](flat, arrays)
@@ -169,7 +171,7 @@ def _parameters(call: str, params: Any, axes: Axes, options: Options, manual: bo
 
 def _placed(call: str, setting: Setting, params: Sequence[Any], arrays: Sequence[Any]) -> tuple[list[Any], list[Any]]:
     mesh_ = setting.options.mesh
-    place = lambda path, x, spec, own, kind=None: mesh.place(call, mesh_, path, x, spec, own, kind)
+    place = lambda path, x, spec, own, kind=None: sharding_axes.place(call, mesh_, path, x, spec, own, kind)
     kind = lambda leaf: setting.options.memory_kind("params", leaf.layout)
     rows = zip(setting.leaves.leaves, params, setting.param_specs, strict=True)
     params = [place(leaf.path, x, spec, setting.axes.every, kind(leaf)) for leaf, x, spec in rows]

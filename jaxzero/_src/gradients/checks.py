@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from . import mesh
-from .mesh import Axes, path_text
+from ..sharding import axes as sharding_axes
+from ..sharding.axes import Axes, path_text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,7 +98,7 @@ def _pair(call: str, value: Any, how: How) -> tuple[Any, Any]:
 
 def check_types(call: str, value: Any, aux: Any, axes: Axes) -> None:
     """Inside `shard_map`: refuses a loss that is reduced already, and aux that differs and is no mean."""
-    missing = [a for a in axes.every if a not in mesh.varying(value)]
+    missing = [a for a in axes.every if a not in sharding_axes.varying(value)]
     if missing:
         raise ValueError(
             f"{call}: the loss does not vary over {missing} inside shard_map. Found a loss that is "
@@ -107,7 +107,7 @@ def check_types(call: str, value: Any, aux: Any, axes: Axes) -> None:
             "mean over devices is taken here."
         )
     leaves = jax.tree.leaves(aux)
-    check_aux(call, aux, [bool(set(axes.every) & mesh.varying(x)) for x in leaves])
+    check_aux(call, aux, [bool(set(axes.every) & sharding_axes.varying(x)) for x in leaves])
 
 
 def check_aux(call: str, aux: Any, differs: Sequence[bool]) -> None:

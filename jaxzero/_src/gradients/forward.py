@@ -9,11 +9,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from . import batches, dependence, losses, mesh, split_loss
-from .boxes import opened
-from .loss_call import Setting, wrap
-from .mesh import path_text
-from .options import Options
+from ..jaxpr import dependence
+from ..sharding import axes
+from ..sharding.axes import path_text
+from ..sharding.flax_boxes import opened
+from ..sharding.options import Options
+from . import batch, checks
+from . import program as gradients_program
+from .call import Setting, wrap
 
 P = PartitionSpec
 CALL = "forward"
@@ -29,13 +32,13 @@ def forward(
 
 def _run(fn: Callable[..., Any], setting: Setting, params: Sequence[Any], arrays: Sequence[Any]) -> Any:
     call = lambda p, b: fn(opened(setting.leaves.unflatten(p)), *setting.arguments.rebuild(b))
-    program = split_loss.trace_forward(call, setting, arrays)
+    program = gradients_program.trace_forward(call, setting, arrays)
     marks = [False] * len(setting.leaves.leaves) + setting.dealt
     differs = dependence.depends(program.program.jaxpr, marks, setting.axes.every)
     kinds = _kinds(program.program.out, differs, setting, arrays)
 
     def body(params: Any, arrays: Any, consts: Any) -> list[Any]:
-        arrays = batches.fold(setting.arguments.arrays, arrays, setting.axes)
+        arrays = batch.fold(setting.arguments.arrays, arrays, setting.axes)
         outs, _ = program.run(setting.fetched(params), arrays, consts, setting.manual)
         return _results([jnp.asarray(x) for x in outs], kinds, program, setting)
 
@@ -56,7 +59,7 @@ def _kinds(out: Any, differs: Sequence[bool], setting: Setting, arrays: Sequence
     for (path, x), mark in zip(jax.tree_util.tree_leaves_with_path(out), differs, strict=True):
         if not mark:
             kinds.append("same")
-        elif x.shape == () and losses.is_mean(x.dtype):
+        elif x.shape == () and checks.is_mean(x.dtype):
             kinds.append("mean")
         elif x.shape and (x.shape[0] in lengths or setting.manual):
             kinds.append("examples")
@@ -78,7 +81,7 @@ def _results(outs: Sequence[Any], kinds: Sequence[str], program: Any, setting: S
     for i, x in zip(means, done, strict=True):
         out[i] = x
     for i, kind in enumerate(kinds):
-        over = tuple(a for a in setting.axes.every if setting.manual and a in mesh.varying(out[i]))
+        over = tuple(a for a in setting.axes.every if setting.manual and a in axes.varying(out[i]))
         if kind == "same" and over:
             out[i] = lax.all_gather(out[i], over, to="invarying")[0]
     return out

@@ -8,12 +8,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from . import gather_on_use, partition, schedule
-from .flat_program import check_effects, flatten, speaks_of_axes
-from .loss_call import Setting
-from .mesh import abstract_varying, cast, path_text
-from .micro_steps import Terms
-from .synchronise import Mean
+from .. import partition
+from ..comm.reduce import Mean
+from ..fsdp import evaluate, schedule
+from ..jaxpr.flat import check_effects, flatten, speaks_of_axes
+from ..sharding.axes import abstract_varying, cast, path_text
+from .accumulate import Terms
+from .call import Setting
 
 
 @dataclasses.dataclass(eq=False)
@@ -39,7 +40,7 @@ class SplitProgram:
         self, params: Sequence[Any], arrays: Sequence[Any], consts: Sequence[Any], typed: bool
     ) -> tuple[list[Any], dict[int, Any]]:
         """The results, flat, and by position the gradients as shares of sums over the shard axis."""
-        return gather_on_use.evaluate(self.plan, [*consts, *params, *arrays], self.mean, typed)
+        return evaluate.evaluate(self.plan, [*consts, *params, *arrays], self.mean, typed)
 
 
 class GradientProgram(SplitProgram):
@@ -51,7 +52,7 @@ class GradientProgram(SplitProgram):
         def step(arrays: list[Any]) -> Terms:
             here = params
             if self.mean.steps > 1:
-                here, arrays = gather_on_use.together(params, arrays)
+                here, arrays = evaluate.together(params, arrays)
             outs, sums = self.run(here, arrays, consts, typed)
             for position, layout in self.plan.grads.items():
                 outs[position] = sums.get(position)

@@ -10,14 +10,19 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from . import batches, dependence, loss_scale, losses, mesh, micro_steps, partition, split_loss
-from .boxes import opened
-from .loss_call import Setting, wrap
-from .losses import How
-from .micro_steps import Terms
-from .options import Options
-from .state import is_key, wear
-from .synchronise import Mean
+from .. import partition
+from ..comm.reduce import Mean
+from ..jaxpr import dependence
+from ..optimizer import loss_scale
+from ..sharding import axes as sharding_axes
+from ..sharding.flax_boxes import opened
+from ..sharding.leaves import is_key, wear
+from ..sharding.options import Options
+from . import accumulate, batch, checks
+from . import program as gradients_program
+from .accumulate import Terms
+from .call import Setting, wrap
+from .checks import How
 
 P = PartitionSpec
 CALL = "value_and_grad"
@@ -67,7 +72,7 @@ class Gradient:
         tree = self._aux_tree(program, arrays)
 
         def body(params: Any, arrays: Any, consts: Any) -> Any:
-            arrays = batches.fold(setting.arguments.arrays, arrays, setting.axes)
+            arrays = batch.fold(setting.arguments.arrays, arrays, setting.axes)
             params = setting.fetched(params)
             step = self._local_step(params) if program is None else program.step(params, consts, False)
             return self._reduced(step, arrays, typed=False)
@@ -84,13 +89,13 @@ class Gradient:
     def _inside(self, params: Any, arrays: Any) -> tuple[Terms, Any]:
         """Inside a user's `shard_map`: types say what is local; every stage gives shares."""
         setting, trees = self.setting, []
-        arrays = batches.fold(setting.arguments.arrays, arrays, setting.axes)
+        arrays = batch.fold(setting.arguments.arrays, arrays, setting.axes)
         if setting.split:
             program = self.program(arrays)
             trees.append(self._aux_tree(program, arrays))
             step = program.step(params, program.consts, True)
         else:
-            params = [mesh.cast(x, setting.axes.every) for x in params]
+            params = [sharding_axes.cast(x, setting.axes.every) for x in params]
             step = self._local_step(params, trees)
         return self._reduced(step, arrays, typed=True), trees[0]
 
@@ -106,14 +111,14 @@ class Gradient:
             for i, x in zip(trainable, values, strict=True):
                 merged[i] = x
             out = self.loss_fn(opened(leaves.unflatten(merged)), *self.setting.arguments.rebuild(arrays))
-            value, weight, aux = losses.check(CALL, out, self.how)
+            value, weight, aux = checks.check(CALL, out, self.how)
             return value, (weight, aux)
 
         given = [params[i] for i in trainable]
         (value, (weight, aux)), grads = jax.value_and_grad(of, has_aux=True)(given)
         flat, tree = jax.tree.flatten(aux)
         if trees is not None:
-            losses.check_types(CALL, value, aux, self.setting.axes)
+            checks.check_types(CALL, value, aux, self.setting.axes)
             trees[:] = [tree]
         return Terms(value, weight, flat, grads)
 
@@ -126,9 +131,9 @@ class Gradient:
 
         return step
 
-    def program(self, arrays: Sequence[Any]) -> split_loss.GradientProgram:
+    def program(self, arrays: Sequence[Any]) -> gradients_program.GradientProgram:
         """The gradient program at full parameter shapes and the shapes of one micro-step's examples."""
-        return split_loss.trace(self._terms, self.setting, arrays, self._mean)
+        return gradients_program.trace(self._terms, self.setting, arrays, self._mean)
 
     # --- what leaves the loss ---
 
@@ -159,7 +164,7 @@ class Gradient:
         """Everything that leaves a loss: the sum over micro-steps, and the mean over devices, once."""
         how, mean, axes = self.how, self._mean, self.setting.axes
         kinds = self.setting.arguments.arrays
-        sums, like = micro_steps.run(step, kinds, arrays, axes, how.accumulate, how.accumulate_dtype, typed)
+        sums, like = accumulate.run(step, kinds, arrays, axes, how.accumulate, how.accumulate_dtype, typed)
         weight = None if sums.weight is None else mean.total(sums.weight)
         grads = list(sums.grads if self._summed else self._first_hop(sums.grads))
         leaves = [leaf for leaf in self.setting.leaves.leaves if leaf.trainable]
@@ -171,12 +176,14 @@ class Gradient:
             grads[i] = x
         rest = [i for i, layout in enumerate(self._layouts) if layout is None]
         aux = list(sums.aux)
-        means = [j for j, x in enumerate(like.aux) if losses.is_mean(x.dtype)]
+        means = [j for j, x in enumerate(like.aux) if checks.is_mean(x.dtype)]
         together = [sums.value, *(grads[i] for i in rest), *(aux[j] for j in means)]
         into = [like.value.dtype, *(dtypes[i] for i in rest), *(like.aux[j].dtype for j in means)]
         weights = [weight] * (1 + len(rest)) + [None] * len(means)
         beside = [(), *(leaves[i].beside for i in rest), *(() for _ in means)]
-        value, *done = mean.whole([mesh.cast(x, axes.every) if typed else x for x in together], into, weights, beside)
+        value, *done = mean.whole(
+            [sharding_axes.cast(x, axes.every) if typed else x for x in together], into, weights, beside
+        )
         for i, x in zip(rest, done, strict=False):
             grads[i] = x
         for j, x in zip(means, done[len(rest) :], strict=True):
@@ -202,9 +209,9 @@ class Gradient:
         if not self.how.has_aux:
             return jax.tree.structure(None)
         leaves, rebuild = setting.leaves, setting.arguments.rebuild
-        aux_of = lambda p, b: losses.check(CALL, self.loss_fn(opened(leaves.unflatten(p)), *rebuild(b)), self.how)[2]
+        aux_of = lambda p, b: checks.check(CALL, self.loss_fn(opened(leaves.unflatten(p)), *rebuild(b)), self.how)[2]
         known, local = setting.abstract_params, setting.abstract_batch(arrays)
         traced = partition.trace(aux_of, known, local, axis_env=setting.axis_env, mesh=setting.trace_mesh)
         marks = [False] * len(leaves.leaves) + setting.dealt
-        losses.check_aux(CALL, traced.out, dependence.depends(traced.jaxpr, marks, setting.axes.every))
+        checks.check_aux(CALL, traced.out, dependence.depends(traced.jaxpr, marks, setting.axes.every))
         return jax.tree.structure(traced.out)

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
-from .._compat import bind_params
-from ..mesh import match
+from ..sharding.axes import match
+from .compat import bind_params
 
 _SHARDINGS = {"sharding", "out_sharding"}
 

@@ -10,8 +10,8 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from .flat_program import inner_programs, nbytes
-from .mesh import names
+from ..sharding.axes import names
+from .flat import inner_programs, nbytes
 
 GATHER, SCATTER, REDUCE = "all-gather", "reduce-scatter", "all-reduce"
 _KINDS = {

@@ -8,8 +8,8 @@ key does, unless it was reduced over all devices since.
 from collections.abc import Sequence
 from typing import Any
 
-from ._compat import Literal, open_program, scan_parts
-from .mesh import names
+from ..sharding.axes import names
+from .compat import Literal, open_program, scan_parts
 
 _REDUCED = {"psum", "pmax", "pmin", "all_gather", "psum_invariant", "all_gather_invariant"}
 _CALLS = ("jaxpr", "call_jaxpr", "fun_jaxpr")

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from ._compat import Literal, open_program
+from .compat import Literal, open_program
 
 #: Equations that only call an inner program, and the parameter that holds it. The program of a gradient
 #: has the custom rules resolved already; what is left of them is the function itself.

@@ -9,11 +9,11 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding
 
-from . import boxes
-from .layout import is_split, partition_spec
-from .mesh import Axes, check_placement, path_text, varying
-from .options import Options
-from .state import Leaf, Leaves, StateLeaf, shape_dtype
+from ..sharding import flax_boxes
+from ..sharding.axes import Axes, check_placement, path_text, varying
+from ..sharding.layout import is_split, partition_spec
+from ..sharding.leaves import Leaf, Leaves, StateLeaf, shape_dtype
+from ..sharding.options import Options
 
 
 def arrays(call: str, params: Any) -> None:
@@ -33,7 +33,7 @@ def parameters(call: str, options: Options, params: Any) -> None:
     At stages 1 and 2 these would be made whole over the other axes, without a word.
     """
     arrays(call, params)
-    boxes.check(call, options, params)
+    flax_boxes.check(call, options, params)
     own = options.replica_axes + options.shard_axes
     for path, x in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_split):
         seen = not isinstance(x, jax.core.Tracer) and isinstance(getattr(x, "sharding", None), NamedSharding)

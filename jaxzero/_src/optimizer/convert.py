@@ -7,10 +7,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from . import exchange, mesh, synchronise
-from .options import Options
-from .partition import Context, Split
-from .state import Leaf, StateLeaf
+from ..comm import collectives, reduce
+from ..partition.values import Context, Split
+from ..sharding import axes as sharding_axes
+from ..sharding.leaves import Leaf, StateLeaf
+from ..sharding.options import Options
 
 
 def parameters(ctx: Context, arrays: Sequence[Any], leaves: Sequence[Leaf], shares: Sequence[bool]) -> list[Any]:
@@ -28,8 +29,8 @@ def parameters(ctx: Context, arrays: Sequence[Any], leaves: Sequence[Leaf], shar
         elif stand_in.dtype != leaf.dtype:
             x = jnp.zeros(stand_in.shape, stand_in.dtype)
         elif leaf.layout is not None:
-            split = Split(mesh.cast(exchange.share(x, leaf.layout, ctx.index), axes), leaf.layout)
-            split.whole = None if mesh.varying(x) & set(ctx.axes.every) else x
+            split = Split(sharding_axes.cast(collectives.share(x, leaf.layout, ctx.index), axes), leaf.layout)
+            split.whole = None if sharding_axes.varying(x) & set(ctx.axes.every) else x
             split.local = _first(split.local, ctx.axes.replica)
             x = split
         else:
@@ -60,14 +61,14 @@ def gradients(
             out[i] = ctx.split(x, leaf.layout)
     if local:
         own = [leaf.trainable and not s for leaf, s in zip(leaves, shares, strict=True)]
-        todo = [i for i, x in enumerate(arrays) if own[i] and set(ctx.axes.every) <= mesh.varying(x)]
+        todo = [i for i, x in enumerate(arrays) if own[i] and set(ctx.axes.every) <= sharding_axes.varying(x)]
         cut = [i for i in todo if leaves[i].layout is not None]
-        means = synchronise.mean_shares([arrays[i] for i in cut], [leaves[i].cut for i in cut], ctx.axes, options)
+        means = reduce.mean_shares([arrays[i] for i in cut], [leaves[i].cut for i in cut], ctx.axes, options)
         for i, x in zip(cut, means, strict=True):
             out[i] = Split(x, leaves[i].cut)
         rest = [i for i in todo if leaves[i].layout is None]
         beside = [leaves[i].beside for i in rest]
-        means = synchronise.mean_whole([arrays[i] for i in rest], beside, ctx.axes, options)
+        means = reduce.mean_whole([arrays[i] for i in rest], beside, ctx.axes, options)
         for i, x in zip(rest, means, strict=True):
             out[i] = x
     return out
@@ -85,10 +86,10 @@ def at_rest(ctx: Context, values: Sequence[Any]) -> list[jax.Array]:
 
 
 def _share(ctx: Context, x: Any, leaf: Any) -> Split:
-    return Split(mesh.cast(x, ctx.axes.shard), leaf.layout)
+    return Split(sharding_axes.cast(x, ctx.axes.shard), leaf.layout)
 
 
 def _first(x: Any, axes: Sequence[str]) -> Any:
     """`x` typed as equal over `axes`: the first device's value, where the type says otherwise."""
-    over = tuple(a for a in axes if a in mesh.varying(x))
+    over = tuple(a for a in axes if a in sharding_axes.varying(x))
     return lax.all_gather(x, over, to="invarying")[0] if over else x

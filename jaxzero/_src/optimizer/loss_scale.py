@@ -14,10 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from ..gradients.checks import How
+from ..sharding.axes import path_text
 from . import checks
-from .losses import How
-from .mesh import path_text
-from .programs import accepted
+from .trace import accepted
 from .wrapper import ShardedOptimizer
 
 #: The smallest and the largest scale that float32 holds.

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from . import checks
-from .programs import accepted
+from .trace import accepted
 from .wrapper import ShardedOptimizer
 
 

@@ -14,11 +14,11 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh
 
-from . import partition
-from ._compat import Literal
-from .flat_program import inlined
-from .groups import Jaxpr
-from .partition import Context
+from ..jaxpr.compat import Literal
+from ..jaxpr.flat import inlined
+from ..partition import evaluate as partition_evaluate
+from ..partition.values import Context
+from .split_program import Jaxpr
 
 #: The memory kind at rest.
 KIND = "pinned_host"
@@ -171,7 +171,7 @@ def evaluate(
             arrays, _ = lax.optimization_barrier((arrays, done[-STAGES]))
         for i, x in zip(stage.loads, arrays, strict=True):
             env[jaxpr.invars[i]] = inputs[i].load(to_device(x))
-        values = partition.run(ctx, stage.jaxpr, [], [env[v] for v in stage.jaxpr.invars])
+        values = partition_evaluate.run(ctx, stage.jaxpr, [], [env[v] for v in stage.jaxpr.invars])
         env.update(zip(stage.jaxpr.outvars, values, strict=True))
         stored = store(stage.results, [_read(env, jaxpr.outvars[r]) for r in stage.results])
         out.update(zip(stage.results, stored, strict=True))

@@ -12,8 +12,8 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from ._compat import Literal, open_program
-from .partition.elementwise import is_elementwise
+from ..jaxpr.compat import Literal, open_program
+from ..partition.elementwise import is_elementwise
 
 #: Arrays in and out of a program up to which one region is compiled; those of a part; the most parts.
 ONE_REGION, PART, MOST = 4096, 768, 20

@@ -4,11 +4,11 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from .groups import Part, parts, scalars
-from .manual_region import open_region
-from .optimizer import Init, Update
-from .partition import Program
-from .state import Leaf, Leaves, StateLeaf
+from ..partition import Program
+from ..sharding.leaves import Leaf, Leaves, StateLeaf
+from ..sharding.regions import open_region
+from .split_program import Part, parts, scalars
+from .step import Init, Update
 
 
 def around(call: Init | Update) -> Callable[..., Any]:

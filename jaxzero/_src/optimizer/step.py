@@ -8,13 +8,15 @@ from typing import Any
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from . import entry, offload
-from .layout import Layout
-from .mesh import Axes
-from .options import Options
-from .partition import Context, Program, run
-from .programs import UpdateProgram
-from .state import Leaf, StateLeaf
+from ..partition import Program
+from ..partition.evaluate import run
+from ..partition.values import Context
+from ..sharding.axes import Axes
+from ..sharding.layout import Layout
+from ..sharding.leaves import Leaf, StateLeaf
+from ..sharding.options import Options
+from . import convert, offload
+from .trace import UpdateProgram
 
 
 class Kept:
@@ -61,9 +63,9 @@ class Init(Kept):
     def __call__(self, params: Any, consts: Any) -> Any:
         """Runs inside a manual region: evaluate the inner init on shares."""
         ctx = Context(self.axes, self.options.bucket_bytes, None)
-        values = entry.parameters(ctx, list(map(offload.to_device, params)), self.params, self.split_params)
+        values = convert.parameters(ctx, list(map(offload.to_device, params)), self.params, self.split_params)
         out = run(ctx, self.program.jaxpr, consts, values)
-        rest = entry.at_rest(ctx, ctx.settle(out, [leaf.layout for leaf in self.state]))
+        rest = convert.at_rest(ctx, ctx.settle(out, [leaf.layout for leaf in self.state]))
         return _kept(rest, self.out_kinds)
 
 
@@ -111,21 +113,21 @@ class Update(Kept):
     def __call__(self, grads: Any, state: Any, params: Any, extra: Any, consts: Any, record: Any = None) -> Any:
         """Runs inside a manual region: reduce, evaluate the inner update on shares, gather."""
         ctx = Context(self.axes, self.options.bucket_bytes, record)
-        mean = entry.gradients(ctx, self.options, grads, self.grads, self.split_grads, self.local)
+        mean = convert.gradients(ctx, self.options, grads, self.grads, self.split_grads, self.local)
         if self.options.offload:
             return self._by_bucket(ctx, mean, state, params, extra, consts)
         state, params = (list(map(offload.to_device, x)) for x in (state, params))  # of another `Zero`, on the host
         inputs = self.traced.inputs(
             mean,
-            entry.state(ctx, state, self.traced.state),
-            entry.parameters(ctx, params, self.params, self.split_params),
+            convert.state(ctx, state, self.traced.state),
+            convert.parameters(ctx, params, self.params, self.split_params),
             extra,
         )
         out = run(ctx, self.traced.program.jaxpr, consts, inputs)
         new, new_state = self.traced.results(out)
         new_state = ctx.settle(new_state, [e.layout for e in self.traced.changing])
         new = ctx.settle(new, [self.rest(leaf) for leaf in self.traced.moving], record=False)
-        return entry.at_rest(ctx, new), entry.at_rest(ctx, new_state)
+        return convert.at_rest(ctx, new), convert.at_rest(ctx, new_state)
 
     def _by_bucket(self, ctx: Context, mean: Any, state: Any, params: Any, extra: Any, consts: Any) -> Any:
         """The same where state or parameters rest on the host: fetched, updated and sent back bucket by bucket."""
@@ -133,15 +135,15 @@ class Update(Kept):
         _, state_kinds, param_kinds, *_ = self.in_kinds
         one = lambda load, leaf, *more: lambda x: load(ctx, [x], [leaf], *([m] for m in more))[0]
         held = lambda x, kind, load: offload.Held(x, load) if kind else load(x)
-        state = [held(x, k, one(entry.state, e)) for x, e, k in zip(state, traced.state, state_kinds, strict=True)]
+        state = [held(x, k, one(convert.state, e)) for x, e, k in zip(state, traced.state, state_kinds, strict=True)]
         rows = zip(params, self.params, self.split_params, param_kinds, strict=True)
-        params = [held(x, k, one(entry.parameters, leaf, share)) for x, leaf, share, k in rows]
+        params = [held(x, k, one(convert.parameters, leaf, share)) for x, leaf, share, k in rows]
         layouts = [*map(self.rest, traced.new.leaves), *(e.layout for e in traced.new_state)]
         what = "params" if traced.adds else "update"
         kinds = _kinds(self.options, what, traced.new.leaves) + _kinds(self.options, "state", traced.new_state)
 
         def store(positions: list[int], values: list[Any]) -> list[Any]:
-            rest = entry.at_rest(ctx, ctx.settle(values, [layouts[i] for i in positions]))
+            rest = convert.at_rest(ctx, ctx.settle(values, [layouts[i] for i in positions]))
             return _kept(rest, [kinds[i] for i in positions])
 
         inputs = traced.inputs(mean, state, params, extra)

@@ -8,11 +8,11 @@ from typing import Any
 import jax
 import optax
 
+from ..partition import Program, trace
+from ..sharding.axes import Axes, path_text
+from ..sharding.layout import is_split
+from ..sharding.leaves import Leaf, Leaves, StateLeaf, leaves_of, owner, shape_dtype, state_leaves
 from . import checks
-from .layout import is_split
-from .mesh import Axes, path_text
-from .partition import Program, trace
-from .state import Leaf, Leaves, StateLeaf, leaves_of, owner, shape_dtype, state_leaves
 
 #: How often the structure of optimizer state may grow before it has the one it keeps.
 _GROWTHS = 3

@@ -11,14 +11,16 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from . import checks, hlo, mesh, programs, regions
-from .layout import is_split
-from .manual_region import open_region
-from .mesh import Axes
-from .optimizer import Init, Update
-from .options import Options
-from .partition import Record, Report
-from .state import Leaf, Leaves, bare, is_key, skipping, state_leaves, wear
+from ..analysis import hlo
+from ..partition.record import Record, Report
+from ..sharding import axes as sharding_axes
+from ..sharding.axes import Axes
+from ..sharding.layout import is_split
+from ..sharding.leaves import Leaf, Leaves, bare, is_key, skipping, state_leaves, wear
+from ..sharding.options import Options
+from ..sharding.regions import open_region
+from . import checks, split_regions, trace
+from .step import Init, Update
 
 #: Set while an inner optimizer is traced: another wrapped one inside it is refused.
 _tracing: contextvars.ContextVar[bool] = contextvars.ContextVar("tracing", default=False)
@@ -71,7 +73,7 @@ class Calls:
         split = self._split_params("init", leaves, arrays, manual)
 
         def make() -> Init:
-            program = programs.trace_init(self.inner, leaves, axes)
+            program = trace.trace_init(self.inner, leaves, axes)
             state = state_leaves(program.out, leaves.leaves, axes.n)
             return Init(self.options, axes, program, leaves.leaves, split, state)
 
@@ -95,7 +97,7 @@ class Calls:
             g = checks.gradients(call, g, g_arrays, p, manual)
         if manual:
             checks.closures(call, extra, axes)
-        more, trees, others = programs.sort_extra(self.inner, extra, p or g, call, manual)
+        more, trees, others = trace.sort_extra(self.inner, extra, p or g, call, manual)
         leaves = (*g.leaves, *(leaf for t in more.trees.values() for leaf in t.leaves))
         split = tuple(_is_share(leaf, x, axes, manual) for leaf, x in zip(leaves, [*g_arrays, *trees], strict=True))
         split_p = () if p is None else self._split_params(call, p, p_arrays, manual)
@@ -103,7 +105,7 @@ class Calls:
 
         def make() -> Update:
             add, local = call == "apply", manual and not self.reduced
-            traced = programs.trace_update(self.inner, g, state, p, more, axes, add)
+            traced = trace.trace_update(self.inner, g, state, p, more, axes, add)
             known = () if p is None else p.leaves
             return Update(self.options, axes, traced, leaves, split, local, known, split_p)
 
@@ -128,9 +130,9 @@ class Calls:
         axes, _ = self.options.context("explain")
         checks.parameters("explain", self.options, params)
         leaves, _ = self._leaves("explain", params, axes)
-        state = programs.trace_init(self.inner, leaves, axes).out
-        none = programs.Extra({}, {}, {})
-        traced = programs.trace_update(self.inner, leaves, state, leaves, none, axes, False)
+        state = trace.trace_init(self.inner, leaves, axes).out
+        none = trace.Extra({}, {}, {})
+        traced = trace.trace_update(self.inner, leaves, state, leaves, none, axes, False)
         cut = tuple(leaf.layout is not None for leaf in leaves.leaves)
         cut_params = cut if self.options.stage == 3 else (False,) * len(cut)
         known = leaves.leaves
@@ -142,7 +144,9 @@ class Calls:
             [],
             [(np.shape(x), jnp.result_type(x)) for x in traced.program.consts],
         ]
-        arrays = [mesh.abstract(self.options.mesh, x, spec) for x, spec in zip(shapes, body.in_specs, strict=True)]
+        arrays = [
+            sharding_axes.abstract(self.options.mesh, x, spec) for x, spec in zip(shapes, body.in_specs, strict=True)
+        ]
         record = Record()
         observed = functools.partial(body, record=record)
         jax.eval_shape(open_region(self.options.mesh, axes, observed, body.in_specs, body.out_specs), *arrays)
@@ -153,7 +157,7 @@ class Calls:
         if self.options.param_specs is None or not isinstance(self.options.mesh, Mesh):
             return None
         own = set(body.axes.every)
-        compiled = jax.jit(regions.around(body)).lower(*arrays).compile()
+        compiled = jax.jit(split_regions.around(body)).lower(*arrays).compile()
         return tuple(x for x in hlo.collectives(compiled, self.options.mesh) if x.axes and set(x.axes) - own)
 
     # --- behind the calls ---
@@ -181,7 +185,7 @@ class Calls:
 
     def _keep(self, key: Any, make: Callable[[], Any]) -> Any:
         """The traced call for `key`, traced once unless it closed over values being traced."""
-        key = (*key, mesh.x64())
+        key = (*key, sharding_axes.x64())
         try:
             kept = self._kept.get(key)
         except TypeError:  # an extra argument that cannot be hashed
@@ -189,7 +193,7 @@ class Calls:
         if kept is None:
             kept = _traced(make)
             program = kept.program if isinstance(kept, Init) else kept.traced.program
-            if not mesh.is_traced(program.consts):
+            if not sharding_axes.is_traced(program.consts):
                 if len(self._kept) >= _KEPT:
                     self._kept.pop(next(iter(self._kept)))
                 self._kept[key] = kept
@@ -198,15 +202,15 @@ class Calls:
     def _region(self, call: str, body: Any, paths: Sequence[Any]) -> Callable[..., Any]:
         """`body` in manual regions of the library's own; called eagerly it is compiled once."""
         options, axes = self.options, body.axes
-        run = body.once("_regions", lambda: regions.around(body))
+        run = body.once("_regions", lambda: split_regions.around(body))
 
         def call_(*arrays: Any) -> Any:
-            planned = mesh.is_elsewhere(options.mesh) and mesh.is_traced(arrays)
+            planned = sharding_axes.is_elsewhere(options.mesh) and sharding_axes.is_traced(arrays)
             placed = [
-                mesh.place_all(call, options.mesh, path, xs, spec, axes, kinds, planned=planned)
+                sharding_axes.place_all(call, options.mesh, path, xs, spec, axes, kinds, planned=planned)
                 for path, xs, spec, kinds in zip(paths, arrays, body.in_specs, body.in_kinds, strict=True)
             ]
-            if mesh.is_traced(placed):
+            if sharding_axes.is_traced(placed):
                 return run(*placed)
             return body.once("_compiled", lambda: jax.jit(run))(*placed)
 
@@ -214,7 +218,7 @@ class Calls:
 
     def _abstract_state(self, body: Init) -> list[jax.ShapeDtypeStruct]:
         shapes = [(leaf.stored_shape, leaf.dtype) for leaf in body.state]
-        return mesh.abstract(self.options.mesh, shapes, body.out_specs, body.out_kinds)
+        return sharding_axes.abstract(self.options.mesh, shapes, body.out_specs, body.out_kinds)
 
 
 def _traced(make: Callable[[], Any]) -> Any:
@@ -240,7 +244,7 @@ def _is_share(leaf: Leaf, x: Any, axes: Axes, manual: bool) -> bool:
     if is_split(x):
         return True
     if manual:
-        shape, over = np.shape(x), mesh.varying(x)
+        shape, over = np.shape(x), sharding_axes.varying(x)
         alone = axes.n == 1 and over.issuperset(axes.shard) and not over & set(axes.replica)
         return shape == leaf.layout.local_shape and (shape != leaf.shape or alone)
     return leaf.layout.plain

@@ -6,12 +6,12 @@ from typing import Any
 
 import jax
 
-from .._compat import open_program
+from ..jaxpr.compat import open_program
 from .elementwise import EMPTY_MESH
 from .evaluate import run as run
-from .explain import Record as Record
-from .explain import Report as Report
-from .explain import size_text as size_text
+from .record import Record as Record
+from .record import Report as Report
+from .record import size_text as size_text
 from .values import Context as Context
 from .values import Partial as Partial
 from .values import Split as Split

@@ -3,8 +3,8 @@
 import math
 from typing import Any
 
-from ..layout import Layout
-from .bind import bind
+from ..jaxpr.bind import bind
+from ..sharding.layout import Layout
 from .values import Context, Partial, Split, Value
 
 

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import jaxpr_as_fun
 
-from .._compat import open_program, scan_parts
-from ..layout import Layout
-from ..mesh import cast
+from ..jaxpr.compat import open_program, scan_parts
+from ..sharding.axes import cast
+from ..sharding.layout import Layout
 from .values import Context, Partial, Split, Spread, Value
 
 Run = Callable[[Context, Any, list[Any], list[Value]], list[Value]]

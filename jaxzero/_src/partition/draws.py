@@ -15,8 +15,8 @@ import numpy as np
 from jax import lax
 from jax.extend.random import threefry2x32_p
 
-from ..layout import Layout, even_split
-from ..mesh import match
+from ..sharding.axes import match
+from ..sharding.layout import Layout, even_split
 from .values import Context, Split, Value
 
 _WORD = 2**32

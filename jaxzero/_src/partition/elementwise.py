@@ -9,8 +9,8 @@ import numpy as np
 from jax import lax
 from jax.sharding import AbstractMesh
 
-from ..layout import Layout
-from .bind import bind
+from ..jaxpr.bind import bind
+from ..sharding.layout import Layout
 from .values import Context, Partial, Split, Spread, Value
 
 EMPTY_MESH = AbstractMesh((), ())

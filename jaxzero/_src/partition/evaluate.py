@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from .._compat import Literal, open_program
-from ..mesh import varying
+from ..jaxpr.bind import bind
+from ..jaxpr.compat import Literal, open_program
+from ..sharding.axes import varying
 from . import contractions, control_flow, draws, elementwise, indexing, reductions, structural
-from .bind import bind
 from .values import Context, Partial, Split, Spread, Value, Wait
 
 _MISSING = object()

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from ..layout import Layout, Shape
-from .bind import bind
+from ..jaxpr.bind import bind
+from ..sharding.layout import Layout, Shape
 from .structural import cut_dims
 from .values import Context, Split, Value
 

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..layout import Layout
-from ..mesh import cast, varying
-from .bind import bind
+from ..jaxpr.bind import bind
+from ..sharding.axes import cast, varying
+from ..sharding.layout import Layout
 from .values import Context, Partial, Split, Value
 
 _HOW = {

@@ -5,8 +5,8 @@ from typing import Any
 
 from jax import lax
 
-from ..layout import Layout, Shape
-from .bind import bind
+from ..jaxpr.bind import bind
+from ..sharding.layout import Layout, Shape
 from .values import Context, Split, Value
 
 

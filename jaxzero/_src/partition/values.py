@@ -17,10 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .. import exchange
-from ..hops import gather
-from ..layout import Layout, Shape
-from ..mesh import Axes, cast, varying
+from ..comm import collectives
+from ..comm.hierarchical import gather
+from ..sharding.axes import Axes, cast, varying
+from ..sharding.layout import Layout, Shape
 
 Array = jax.Array
 
@@ -172,7 +172,7 @@ class Context:
         for how, reduce in _REDUCE.items():
             terms = [x for x in todo if isinstance(x, Partial) and x.how == how]
             sent = [part for x in terms for part in _sent(x)]
-            done = exchange.all_reduce(sent, self.axes.shard, bucket_bytes=self.bucket_bytes, reduce=reduce)
+            done = collectives.all_reduce(sent, self.axes.shard, bucket_bytes=self.bucket_bytes, reduce=reduce)
             rest = iter(done)
             for term in terms:
                 term.whole = _received(term, [next(rest) for _ in _sent(term)])
@@ -180,7 +180,7 @@ class Context:
             if isinstance(x, Partial) and x.how == "prod":
                 x.whole = lax.reduce_prod(gather(lax.expand_dims(x.local, (0,)), self.axes.hops, 0), (0,))
         splits = [x for x in todo if isinstance(x, Split)]
-        gathered = exchange.all_gather(
+        gathered = collectives.all_gather(
             [x.local for x in splits],
             [x.layout for x in splits],
             self.axes.hops,
@@ -210,7 +210,7 @@ class Context:
             return x
         if layout.kind == "flat" and x.shape != layout.shape:
             x = jnp.broadcast_to(x, layout.shape)
-        return exchange.share(x, _like(layout, x.shape), self.index)
+        return collectives.share(x, _like(layout, x.shape), self.index)
 
     def split(self, x: Value, layout: Layout) -> Split:
         """`x` cut as `layout` says."""
@@ -304,10 +304,10 @@ def _spread_share(x: Spread, layout: Layout, index: Array) -> Array:
         return lax.broadcast(x.value.reshape(()), layout.local_shape)
     rows = layout.kind == "rows" and len(x.shape) == len(layout.shape)
     if not rows:
-        return exchange.share(jnp.broadcast_to(_whole(x), layout.shape), layout, index)
+        return collectives.share(jnp.broadcast_to(_whole(x), layout.shape), layout, index)
     value, local = x.value, layout.local_shape
     for axis, dim in enumerate(x.dims):
         if dim == layout.lead and value.shape[axis] != 1:
-            value = exchange.share(value, Layout(value.shape, layout.n, "rows", axis), index)
+            value = collectives.share(value, Layout(value.shape, layout.n, "rows", axis), index)
     shape = tuple(s if full != 1 else 1 for s, full in zip(local, x.shape, strict=True))
     return lax.broadcast_in_dim(value, shape, x.dims)

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from .mesh import AxisNames, names
+from .axes import AxisNames, names
 
 
 def check_axes(mesh: Any, shard_axis: AxisNames, replica_axis: AxisNames | None) -> None:

@@ -7,8 +7,8 @@ from typing import Any
 
 import jax
 
+from .axes import path_text
 from .layout import is_split
-from .mesh import path_text
 from .options import Options
 
 

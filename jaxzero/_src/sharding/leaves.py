@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from .axes import path_text
 from .layout import Beside, EvenSplit, Layout, Shape, default_split, even_split, is_split, partition_spec
-from .mesh import path_text
 
 Path = tuple[Any, ...]
 

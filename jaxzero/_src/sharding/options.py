@@ -10,11 +10,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
-from . import axis_options, offload, param_specs
-from . import mesh as meshes
+from ..optimizer import offload as optimizer_offload
+from . import axes as sharding_axes
+from . import axis_checks
+from . import param_specs as sharding_param_specs
+from .axes import AxisNames
 from .layout import Beside
-from .mesh import AxisNames
-from .state import Leaves, leaves_of
+from .leaves import Leaves, leaves_of
 
 #: Measured (`benchmarks/buckets.py`): from here on joining costs more in copies than it saves in calls.
 BUCKET_BYTES = 256 * 2**10
@@ -96,25 +98,25 @@ class Options:
                 "stacked=lambda path: 'layers' in jax.tree_util.keystr(path)."
             )
         self._check_offload()
-        axis_options.check_axes(self.mesh, self.shard_axis, self.replica_axis)
-        object.__setattr__(self, "param_specs", param_specs.normal(self.param_specs))
+        axis_checks.check_axes(self.mesh, self.shard_axis, self.replica_axis)
+        object.__setattr__(self, "param_specs", sharding_param_specs.normal(self.param_specs))
         if self.mesh is not None:
-            param_specs.check_axes(self.param_specs, self.mesh.shape, self.replica_axes + self.shard_axes)
-        axis_options.check_hops(self.mesh, self.shard_axes, self.hierarchical)
+            sharding_param_specs.check_axes(self.param_specs, self.mesh.shape, self.replica_axes + self.shard_axes)
+        axis_checks.check_hops(self.mesh, self.shard_axes, self.hierarchical)
 
     @property
     def shard_axes(self) -> tuple[str, ...]:
         """Names of the shard axes, outer first."""
-        return meshes.names(self.shard_axis)
+        return sharding_axes.names(self.shard_axis)
 
     @property
     def replica_axes(self) -> tuple[str, ...]:
         """Names of the replica axes."""
-        return meshes.names(self.replica_axis)
+        return sharding_axes.names(self.replica_axis)
 
-    def context(self, call: str) -> tuple[meshes.Axes, bool]:
+    def context(self, call: str) -> tuple[sharding_axes.Axes, bool]:
         """The axes with their sizes, and whether the call stands inside a user's `shard_map`."""
-        manual = meshes.in_manual_region(call, self.shard_axes, self.replica_axes)
+        manual = sharding_axes.in_manual_region(call, self.shard_axes, self.replica_axes)
         if manual and self.offload:
             raise ValueError(
                 f"{call}: offload={self.offload!r} inside a shard_map. Found a call in a manual region, where arrays "
@@ -122,10 +124,10 @@ class Options:
                 "with jax.device_put(x, jax.memory.Space.Device) and .Host yourself."
             )
         if manual:
-            axis_options.check_hops(jax.sharding.get_abstract_mesh(), self.shard_axes, self.hierarchical)
+            axis_checks.check_hops(jax.sharding.get_abstract_mesh(), self.shard_axes, self.hierarchical)
         elif self.mesh is not None:
-            axis_options.check_types(call, self.mesh)
-        axes = meshes.resolve(call, self.mesh, self.shard_axes, self.replica_axes, manual)
+            axis_checks.check_types(call, self.mesh)
+        axes = sharding_axes.resolve(call, self.mesh, self.shard_axes, self.replica_axes, manual)
         return dataclasses.replace(axes, hierarchical=self.hierarchical is not False), manual
 
     def leaves(self, tree: Any, n: int, *, shares: bool = False) -> Leaves:
@@ -140,11 +142,11 @@ class Options:
         sizes = here.shape if self.mesh is None else self.mesh.shape
         own = self.replica_axes + self.shard_axes
         typed = {*here.manual_axes, *here.explicit_axes} if here.manual_axes else ()
-        return param_specs.beside(self.param_specs, path, leaf, sizes, own, typed)
+        return sharding_param_specs.beside(self.param_specs, path, leaf, sizes, own, typed)
 
     def memory_kind(self, what: str, layout: Any) -> str | None:
         """The memory kind at rest of a leaf of the state or the parameters; small whole ones stay on the device."""
-        return offload.KIND if what in self.offload and layout is not None else None
+        return optimizer_offload.KIND if what in self.offload and layout is not None else None
 
     def _check_offload(self) -> None:
         given: Any = self.offload
@@ -156,11 +158,11 @@ class Options:
                 "memory. Fix: offload=('state',)."
             )
         object.__setattr__(self, "offload", found)
-        kinds = offload.lacking(self.mesh) if found else ()
+        kinds = optimizer_offload.lacking(self.mesh) if found else ()
         if kinds:
             raise ValueError(
                 f"Zero: offload={found!r}, but the devices of the mesh cannot reach the host's memory. Found memory "
-                f"kinds {sorted(kinds)}; expected {offload.KIND!r} among them. Fix: drop offload on this backend."
+                f"kinds {sorted(kinds)}; expected {optimizer_offload.KIND!r} among them. Fix: drop offload on this backend."
             )
 
     def _check_regather(self) -> None:

@@ -8,8 +8,8 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
+from .axes import names, path_text
 from .layout import Beside, Shape
-from .mesh import names, path_text
 
 _FIX = "Fix: per dimension None, or axes that are neither shard nor replica axes, e.g. PartitionSpec(None, 'model')."
 

@@ -12,8 +12,8 @@ import jax
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
+from .axes import Axes, names, varying
 from .layout import Beside, partition_spec
-from .mesh import Axes, names, varying
 
 
 def open_region(
