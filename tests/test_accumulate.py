@@ -12,7 +12,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import jaxzero
-from jaxzero._src.comm.reduce import Mean
+from jaxzero._src.comm.reduce import GradReducer
 from jaxzero._src.gradients import value_and_grad
 
 pytestmark = pytest.mark.grid(9)
@@ -460,9 +460,9 @@ def divided_by_one_micro_step(first, second):
 )
 def test_mutations_of_the_two_hops_show(monkeypatch, mutation):
     compare_with_the_mean(2)
-    first, second = mutation(Mean.first_hop, Mean.second_hop)
-    monkeypatch.setattr(Mean, "first_hop", first)
-    monkeypatch.setattr(Mean, "second_hop", second)
+    first, second = mutation(GradReducer.reduce_scatter_shares, GradReducer.all_reduce_replicas)
+    monkeypatch.setattr(GradReducer, "first_hop", first)
+    monkeypatch.setattr(GradReducer, "second_hop", second)
     value_and_grad.value_and_grad.cache_clear()  # else the compiled program from before
     with pytest.raises(AssertionError):
         compare_with_the_mean(2)

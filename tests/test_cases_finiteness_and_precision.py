@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxzero
-from jaxzero._src.comm.reduce import Mean
+from jaxzero._src.comm.reduce import GradReducer
 
 pytestmark = pytest.mark.grid(9)
 
@@ -127,7 +127,7 @@ def test_jz_055_a_second_division_shows(monkeypatch):
     def receive(self, x, dtype, weight=None):
         return (x / self.count).astype(dtype)
 
-    monkeypatch.setattr(Mean, "receive", receive)
+    monkeypatch.setattr(GradReducer, "receive", receive)
     predivided_gradients(2, None)
     with pytest.raises(AssertionError):
         predivided_gradients(2, 4)

@@ -66,8 +66,8 @@ def logical(x, shape):
 def whole(params, state):
     """Every leaf at its logical shape on the host, by name; padding must be zero."""
     helpers.assert_all_shards_equal((params, state))
-    bare = {name: getattr(x, "value", x) for name, x in params.items()}
-    found = {"params": bare, "opt_state": state}
+    unwrap = {name: getattr(x, "value", x) for name, x in params.items()}
+    found = {"params": unwrap, "opt_state": state}
     want = {"params": parallel.tree(), "opt_state": jax.eval_shape(INNER.init, parallel.tree())}
     rows = zip(jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(want), strict=True)
     return {helpers.name(path): logical(x, np.shape(like)) for (path, x), like in rows}

@@ -37,7 +37,7 @@ def test_a_gradient_is_made_after_the_last_product_with_the_parameter():
     flat, found = traced(two_layers, ARRAY, ARRAY, ARRAY)
     made = reorder.find(flat, found.terms, lambda position: True)
     steps, last = list(flat.steps), products(flat, flat.inputs[1])[-1]
-    behind = reorder.postpone(flat, made, products(flat, flat.inputs[0]) + products(flat, flat.inputs[1]))
+    behind = reorder.defer_wgrads(flat, made, products(flat, flat.inputs[0]) + products(flat, flat.inputs[1]))
     assert last in behind.values()
     assert all(flat.steps.index(maker) > flat.steps.index(use) for maker, use in behind.items())
     assert sorted(map(id, steps)) == sorted(map(id, flat.steps))
@@ -45,7 +45,7 @@ def test_a_gradient_is_made_after_the_last_product_with_the_parameter():
 
 def test_every_step_still_comes_after_what_it_reads():
     flat, found = traced(two_layers, ARRAY, ARRAY, ARRAY)
-    reorder.postpone(flat, reorder.find(flat, found.terms, lambda position: True), products(flat))
+    reorder.defer_wgrads(flat, reorder.find(flat, found.terms, lambda position: True), products(flat))
     there = set(flat.inputs)
     for step in flat.steps:
         assert not [x for x in step.ins if x not in there and not hasattr(x, "value")]

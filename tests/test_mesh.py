@@ -11,19 +11,11 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxzero
-from jaxzero._src.sharding.axes import (
-    Axes,
-    cast,
-    in_manual_region,
-    match,
-    names,
-    path_text,
-    place,
-    resolve,
-    varying,
-    written,
-)
+from jaxzero._src._text import path_text
+from jaxzero._src.sharding.axes import Axes, in_manual_region, names, resolve
 from jaxzero._src.sharding.axis_checks import check_axes
+from jaxzero._src.sharding.place import place, written
+from jaxzero._src.sharding.vma import cast, match, varying
 
 
 def test_names_and_sizes():

@@ -12,9 +12,10 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxzero
-from jaxzero._src import partition
+from jaxzero._src.jaxpr import trace
 from jaxzero._src.optimizer import offload as optimizer_offload
 from jaxzero._src.partition import values as partition_values
+from jaxzero._src.sharding import host
 from jaxzero._src.sharding.axes import Axes
 
 BOTH = ("state", "params")
@@ -205,10 +206,10 @@ def test_stages_are_the_program():
         return a / norm, b, b * 2 + a.sum(), 3.0, c + 1
 
     args = [jnp.arange(1.0, 4.0) * k for k in (1, 2, 3, 4)]
-    program = partition.trace(f, *args).jaxpr
+    program = trace.trace(f, *args).jaxpr
     held = [optimizer_offload.Held(x, lambda x: x) if i < 2 else x for i, x in enumerate(args)]
     ctx = partition_values.Context(Axes(("data",), (), (1,)), None, None)
-    store = lambda positions, values: ctx.settle(values, [None] * len(values))
+    store = lambda positions, values: ctx.convert_all(values, [None] * len(values))
     for order in ([0, 1, 2, 3, 4], [2, 0, 4, 3, 1]):
         buckets = [optimizer_offload.Bucket([0], order[:2]), optimizer_offload.Bucket([1], order[2:])]
         out = optimizer_offload.evaluate(ctx, program, [], held, buckets, store)
@@ -226,7 +227,7 @@ def test_unknown_names_are_refused(value):
 
 
 def test_a_backend_without_host_memory_is_refused(monkeypatch):
-    monkeypatch.setattr(optimizer_offload, "KIND", "other_host")
+    monkeypatch.setattr(host, "KIND", "other_host")
     expected = checks.saying(
         "Zero: offload=.'state',.", "cannot reach the host's memory", "pinned_host", "drop offload"
     )

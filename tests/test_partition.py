@@ -12,11 +12,11 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxzero._src.comm import collectives
-from jaxzero._src.partition import trace
+from jaxzero._src.jaxpr.trace import trace
 from jaxzero._src.partition.evaluate import run
 from jaxzero._src.partition.record import Record
 from jaxzero._src.partition.values import Context, Split
-from jaxzero._src.sharding import axes as sharding_axes
+from jaxzero._src.sharding import vma
 from jaxzero._src.sharding.axes import Axes
 from jaxzero._src.sharding.layout import Layout, even_split
 
@@ -33,11 +33,11 @@ def evaluate(f, arrays, layouts, world):
         values = []
         for x, layout in zip(arrays, layouts, strict=True):
             if layout is not None:
-                split = Split(sharding_axes.cast(collectives.share(x, layout, ctx.index), ("data",)), layout)
+                split = Split(vma.cast(collectives.share(x, layout, ctx.index), ("data",)), layout)
                 x = Split(ctx.masked(split, np.nan) if x.dtype == np.float32 else split.local, layout)
             values.append(x)
         out = run(ctx, program.jaxpr, program.consts, values)
-        return ctx.settle(out, [None] * len(out), record=False)
+        return ctx.convert_all(out, [None] * len(out), record=False)
 
     region = jax.shard_map(body, mesh=devices, in_specs=(P(),), out_specs=P())
     return jax.jit(region)(list(arrays)), record

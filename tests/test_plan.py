@@ -17,8 +17,9 @@ from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
 import jaxzero
-from jaxzero._src.analysis import default_loss, plan_table
-from jaxzero._src.partition import record
+from jaxzero._src import _text
+from jaxzero._src.analysis import default_loss
+from jaxzero._src.analysis import plan as analysis_plan
 from jaxzero._src.sharding.leaves import leaves_of
 
 
@@ -158,7 +159,7 @@ def test_what_rests_on_the_host(mesh8, stage, offload):
     abstract = jaxzero.Zero(AbstractMesh((8,), ("data",)), stage=stage, offload=offload)
     assert abstract.plan(params, inner).at_rest == plan.at_rest
     (line,) = [line for line in str(plan).splitlines() if line.startswith(" of it on the host")]
-    assert record.size_text(row.host) in line
+    assert _text.size_text(row.host) in line
     assert "on the host" in repr(plan)
     assert "host" not in f"{without} {without!r}"
 
@@ -398,7 +399,7 @@ def test_as_bars(plan):
 def test_blocks_join_what_differs_in_numbers_only(mesh8):
     params = {"Dense_0": {"w": jnp.ones(8)}, "Dense_1": {"w": jnp.ones(8)}, "Dense_2": {"w": jnp.ones(16)}}
     plan = jaxzero.Zero(mesh8).plan(params)
-    assert [(name, len(rows)) for name, rows in plan_table.blocks(plan.leaves)] == [
+    assert [(name, len(rows)) for name, rows in analysis_plan.blocks(plan.leaves)] == [
         ("Dense_[0-1]/w", 2),
         ("Dense_2/w", 1),
     ]

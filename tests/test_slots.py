@@ -6,22 +6,23 @@ import pytest
 from jax.extend.core import Literal
 
 import jaxzero
-from jaxzero._src import partition
 from jaxzero._src.fsdp import schedule
-from jaxzero._src.fsdp.gathers import Unit, gathers
-from jaxzero._src.jaxpr.flat import Var, flatten, nbytes
+from jaxzero._src.fsdp.gathers import GatheredParam, gathers
+from jaxzero._src.jaxpr import trace
+from jaxzero._src.jaxpr.calls import nbytes
+from jaxzero._src.jaxpr.flat import Var, flatten
 from jaxzero._src.sharding.layout import even_split
 from jaxzero._src.sharding.options import Options
 
 F32 = jnp.dtype("float32")
-A, B, C = (Unit(Var(jax.ShapeDtypeStruct((1024, 1024), F32)), F32) for _ in range(3))
+A, B, C = (GatheredParam(Var(jax.ShapeDtypeStruct((1024, 1024), F32)), F32) for _ in range(3))
 
 
 def ties(uses, prefetch, scans=()):
     slots, _ = gathers(
         uses, dict.fromkeys((A, B, C), 4 * 2**20), [None] * 99, 99, Options(prefetch=prefetch), dict(scans)
     )
-    return [slot.tied for slot in slots]
+    return [slot.wait_for_step for slot in slots]
 
 
 @pytest.mark.parametrize(
@@ -49,14 +50,14 @@ def test_the_logits_of_a_scanned_model_wait_for_its_blocks(mesh8):
     width = 512
     params = {"wte": jnp.zeros((1024, width)), "blocks": jnp.zeros((3, width, width))}
     zero = jaxzero.Zero(mesh8, stage=3, chunk_bytes=2**16, persist_bytes=0).observe(loss, params, jnp.zeros(16, int))
-    program = partition.trace(loss, params, jnp.zeros(2, int))
+    program = trace.trace(loss, params, jnp.zeros(2, int))
     flat = flatten(program.jaxpr)
     lead = {"blocks": 1, "wte": 0}
     layouts = {v: even_split(v.aval.shape, 8, lead[name]) for v, name in zip(flat.inputs, sorted(params), strict=False)}
     plan = schedule.plan(flat, layouts, {}, {}, zero)
     (scan,) = [i for i, step in enumerate(flat.steps) if step in plan.scans]
     embedding, logits = (s for s in plan.slots if nbytes(s.units[0].source.aval.shape, F32) == 4 * 1024 * width)
-    assert embedding.step < scan < logits.tied <= logits.step
+    assert embedding.step < scan < logits.wait_for_step <= logits.step
 
 
 @pytest.mark.parametrize(("prefetch", "gathers_of_a"), [(0, 2), (1, 1)])

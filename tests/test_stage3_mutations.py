@@ -13,7 +13,7 @@ import stage3_models as models
 from jax import lax
 from test_mutations import clear, mutated, no_reduction, rotated, scaled
 
-from jaxzero._src.comm.reduce import Mean
+from jaxzero._src.comm.reduce import GradReducer
 from jaxzero._src.fsdp import gathers, gradient_terms
 from jaxzero._src.fsdp.evaluate import _Evaluation
 from jaxzero._src.fsdp.views import View
@@ -111,7 +111,7 @@ def test_wrong_divisor_shows(monkeypatch, name, compare):
 )
 def test_wrong_count_shows(monkeypatch, count):
     compare_accumulated("MiCS", "default")
-    with patched(monkeypatch, Mean, "count", lambda f: property(count)), pytest.raises(AssertionError):
+    with patched(monkeypatch, GradReducer, "count", lambda f: property(count)), pytest.raises(AssertionError):
         compare_accumulated("MiCS", "default")
 
 
@@ -208,9 +208,9 @@ def other_unit(f):
 
         def other(unit):
             alike = [v for v in layouts if layouts[v] == layouts[unit.source]]
-            return gathers.Unit(alike[alike.index(unit.source) - 1], unit.dtype)
+            return gathers.GatheredParam(alike[alike.index(unit.source) - 1], unit.dtype)
 
-        return f(self, gathers.Slot([other(u) for u in slot.units], slot.step, slot.large, slot.late))
+        return f(self, gathers.Gather([other(u) for u in slot.units], slot.step, slot.large, slot.late))
 
     return wrong
 

@@ -8,7 +8,7 @@ import pytest
 
 import jaxzero
 from jaxzero._src.sharding.layout import EvenSplit, Layout, even_split
-from jaxzero._src.sharding.leaves import bare, leaves_of, owner, shape_dtype, state_leaves, wear
+from jaxzero._src.sharding.leaves import leaves_of, owner, shape_dtype, state_leaves, unwrap, wrap_padded
 
 
 def abstract(*shape, dtype=jnp.float32):
@@ -41,7 +41,7 @@ def test_leaves():
         "half": "rows",
         "phase": "rows",
     }
-    assert {k: v.stand_in().dtype for k, v in found.items() if k in ("mask", "key", "count", "half")} == {
+    assert {k: v.trace_aval().dtype for k, v in found.items() if k in ("mask", "key", "count", "half")} == {
         "mask": jnp.int32,
         "key": jnp.int32,
         "count": jnp.int32,
@@ -140,8 +140,8 @@ def test_specs_of_abstract_state_are_those_of_real_state(mesh8):
 def test_wear_and_bare():
     x = jnp.zeros(8)
     flat, rows = even_split((5,), 8), even_split((8,), 8)
-    assert wear(x, flat).shape == (5,)
-    assert bare(wear(x, flat)) is x
-    assert wear(x, rows) is x
-    assert wear(x, None) is x
-    assert bare(x) is x
+    assert wrap_padded(x, flat).shape == (5,)
+    assert unwrap(wrap_padded(x, flat)) is x
+    assert wrap_padded(x, rows) is x
+    assert wrap_padded(x, None) is x
+    assert unwrap(x) is x

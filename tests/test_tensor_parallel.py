@@ -207,7 +207,7 @@ def test_gradient_moves_no_parameter_over_the_other_axis(stage):
 
 
 def test_without_nested_regions_the_compiler_would_move_them(monkeypatch):
-    monkeypatch.setattr(collectives, "within", lambda beside, f, x, *rest: f(x, *rest))
+    monkeypatch.setattr(collectives, "within", lambda other_axes, f, x, *rest: f(x, *rest))
     assert max(row.nbytes for row in update_over_model("adamw")) >= LEAST
 
 

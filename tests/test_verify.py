@@ -12,7 +12,7 @@ import verify_steps
 from verify_steps import HONEST, INNER, PARAMS, SABOTAGED
 
 import jaxzero
-from jaxzero._src.analysis import plan
+from jaxzero._src.analysis import planner
 
 RECORDED = sorted(record_programs.FOLDER.glob("*.json.xz"))
 #: XLA makes all-reduces of reduce-scatters for TPUs, so there sums are compared, and one step is the honest one.
@@ -28,7 +28,7 @@ UNSEEN_ON_TPU = "psum for psum_scatter"
 def one_plan_for_many_programs():
     """The plan of a step does not depend on what it was compiled for."""
     made: dict = {}
-    make = plan.make
+    make = planner.make
 
     def once(options, params, *how):
         if params is not PARAMS:
@@ -37,9 +37,9 @@ def one_plan_for_many_programs():
             made[options, *how] = make(options, params, *how)
         return made[options, *how]
 
-    plan.make = once
+    planner.make = once
     yield
-    plan.make = make
+    planner.make = make
 
 
 @functools.cache

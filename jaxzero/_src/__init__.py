@@ -1,1 +1,1 @@
-"""PLACEHOLDER."""
+"""The implementation. What users import stands in `jaxzero`."""

@@ -1,18 +1,32 @@
 """The `Zero` object: options, and the operations on training state that they govern."""
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Self
 
+import jax.numpy as jnp
 import optax
 
+from .analysis import explain as analysis_explain
+from .analysis import memory as analysis_memory
+from .analysis import planner
+from .analysis import verify as analysis_verify
+from .analysis.explain import Report
+from .analysis.memory import Memory
+from .analysis.plan import Plan
+from .analysis.verify import Verification
 from .comm import placement
+from .fsdp import init as fsdp_init
+from .fsdp import observe as fsdp_observe
+from .gradients import forward as gradients_forward
+from .gradients import value_and_grad as gradients_value_and_grad
+from .gradients.checks import GradOptions
 from .optimizer import checks, wrapper
-from .report_methods import ReportMethods
+from .sharding.options import Options, require_observed
 
 
 @dataclasses.dataclass(frozen=True)
-class Zero(ReportMethods):
+class Zero(Options):
     """Training state split over a mesh, with the numbers of the unsharded run (ZeRO stages 1, 2 and 3).
 
     The inner optimizer is traced at full, unsharded shapes and the traced program is evaluated on even
@@ -141,7 +155,7 @@ class Zero(ReportMethods):
           >>> params["w"].sharding.is_fully_replicated
           True
         """
-        return placement.born(self, init_fn, *args)
+        return fsdp_init.init_sharded(self, init_fn, *args)
 
     def shard(self, params: Any) -> Any:
         """Parameters as they rest between steps: whole on every device; at stage 3 each leaf split.
@@ -231,3 +245,283 @@ class Zero(ReportMethods):
         """
         checks.wrapped(tx, wrapper.ShardedOptimizer)
         return tx.calls.update("apply", grads, opt_state, params, extra)
+
+    # --- functions of the parameters ---
+
+    def observe(
+        self, loss_fn: Callable[..., Any], params: Any, *batch: Any, whole_argnums: int | Sequence[int] = ()
+    ) -> Self:
+        """A `Zero` that knows how a loss uses its parameters: which leaves a `scan` stacks.
+
+        Traces only: nothing is computed or sent. A leaf whose every use is as the scanned operand of a
+        `scan` is *stacked*: it is split inside each layer, and the scan's body gathers one layer.
+
+        Args:
+          loss_fn: The loss, as for `value_and_grad`.
+          params: Parameters, whole or split, concrete or abstract.
+          *batch: The rest of its arguments, global, concrete or abstract.
+          whole_argnums: As for `value_and_grad`.
+
+        Returns:
+          The same options with `stacked` set and `observed.order`, `observed.unused` filled in.
+
+        Raises:
+          ValueError: If the loss uses no leaf of the parameters.
+
+        Examples:
+          >>> import jax, jax.numpy as jnp, jaxzero
+          >>> zero = jaxzero.Zero(jax.make_mesh((8,), ("data",)), stage=3)
+          >>> def loss(w, x):
+          ...     return jnp.mean(jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0])
+          >>> zero = zero.observe(loss, jnp.ones((3, 16, 16)), jnp.ones((8, 16)))
+          >>> zero.shard(jnp.ones((3, 16, 16))).addressable_shards[0].data.shape
+          (3, 2, 16)
+        """
+        observed, stacked = fsdp_observe.observe(self, loss_fn, params, batch, _positions(whole_argnums))
+        return dataclasses.replace(self, stacked=stacked, observed=observed)
+
+    def value_and_grad(
+        self,
+        loss_fn: Callable[..., Any],
+        has_aux: bool = False,
+        *,
+        accumulate: int = 1,
+        accumulate_dtype: Any = jnp.float32,
+        sync: str = "each",
+        weighted: bool = False,
+        whole_argnums: int | Sequence[int] = (),
+        fold_keys: bool = True,
+    ) -> Callable[..., Any]:
+        """The mean loss over the whole global batch and its gradient, reduced as the stage prescribes.
+
+        The loss is differentiated on each device's own examples (the local mean); the mean over devices
+        is taken once, here. Mesh axis names are bound in it, so `lax.pmean` and
+        `BatchNorm(axis_name=...)` have the whole-batch meaning; otherwise it sees one device's examples.
+
+        Args:
+          loss_fn: `loss_fn(params, *batch) -> loss`, the mean over examples, for one device; or
+            `(loss, aux)` with `has_aux`.
+          has_aux: Whether it returns aux. Floating leaves of aux are averaged over devices and micro-steps;
+            other leaves must not depend on the device.
+          accumulate: Into how many micro-batches each device's examples are cut; their gradients are added in
+            a `scan`, and the replica hop comes once, after it.
+          accumulate_dtype: Dtype in which they are added; wider ones keep their own.
+          sync: At stage 2: ``"each"`` reduce-scatters every micro-step and adds shares, ``"once"`` adds whole
+            local gradients and reduce-scatters once (`1/accumulate` of the bytes, whole gradients in memory).
+          weighted: Whether the loss returns `(sum, weight)` instead of a mean. The result is the exact
+            `sum/weight` over all devices and micro-steps and its gradient (the weight counts as constant); with
+            a total weight of zero, a loss and gradients of zero.
+          whole_argnums: Positions of arguments (the parameters are 0) that are given whole to every
+            device: batch statistics, schedules. All others are cut on their leading dimension over all
+            devices; scalars are whole.
+          fold_keys: Whether a scalar typed key is folded with the device's index, so that dropout
+            differs between devices. Arrays of keys are data and are cut. Keys named in `whole_argnums`
+            are never folded.
+
+        Returns:
+          `grad_fn(params, *batch) -> (loss, grads)` or `((loss, aux), grads)`. Gradients are whole at
+          stage 1 (all-reduce); from stage 2 on they are split: arrays cut in rows, or `EvenSplit`
+          (reduce-scatter). At stage 3 each parameter is gathered where it is used, forward and backward.
+          Inside a user's `shard_map` gradients are shares at every stage.
+
+        Raises:
+          ValueError: For a batch that does not divide, a loss that is no floating scalar, an aux leaf that
+            depends on the device, parameters that are not at rest as this stage says, ordered effects.
+
+        Examples:
+          >>> import jax, jax.numpy as jnp, jaxzero
+          >>> zero = jaxzero.Zero(jax.make_mesh((8,), ("data",)))
+          >>> loss = lambda w, x: jnp.mean((x * w) ** 2)
+          >>> value, grad = zero.value_and_grad(loss)(jnp.float32(3.0), jnp.ones(16))
+          >>> float(value), float(grad)
+          (9.0, 6.0)
+        """
+        how = GradOptions(bool(has_aux), accumulate, jnp.dtype(accumulate_dtype), sync, bool(weighted))
+        how.check("value_and_grad", self.stage)
+        require_observed(self, "value_and_grad")
+        return gradients_value_and_grad.value_and_grad(
+            self._options, loss_fn, how, _positions(whole_argnums), bool(fold_keys)
+        )
+
+    def forward(
+        self,
+        fn: Callable[..., Any],
+        *,
+        whole_argnums: int | Sequence[int] = (),
+        fold_keys: bool = True,
+    ) -> Callable[..., Any]:
+        """A function of the parameters, without gradients: evaluation, generation.
+
+        Each device runs `fn` on its own examples. At stage 3 parameters are gathered where they are used,
+        once per use, and dropped again, as in `value_and_grad`: `M(N-1)/N` bytes per device if each is
+        used once. Nothing is kept between calls, so results are those of the parameters given.
+
+        Args:
+          fn: `fn(params, *batch)`, written for one device and full parameters; returns any tree.
+          whole_argnums: As for `value_and_grad`.
+          fold_keys: As for `value_and_grad`.
+
+        Returns:
+          `f(params, *batch)`. Results whose leading dimension counts a device's examples are joined over
+          devices, floating scalars are averaged, results that do not depend on the device are whole.
+          Inside a user's `shard_map` examples stay on their device.
+
+        Raises:
+          ValueError: For a result that depends on the device and is none of these, and as `value_and_grad`.
+
+        Examples:
+          >>> import jax, jax.numpy as jnp, jaxzero
+          >>> zero = jaxzero.Zero(jax.make_mesh((8,), ("data",)), stage=3)
+          >>> params = zero.shard({"w": jnp.ones((5, 3))})
+          >>> logits = zero.forward(lambda p, x: x @ p["w"])(params, jnp.ones((16, 5)))
+          >>> logits.shape, float(logits.sum())
+          ((16, 3), 240.0)
+        """
+        return gradients_forward.forward(self._options, fn, _positions(whole_argnums), bool(fold_keys))
+
+    @property
+    def _options(self) -> Options:
+        """The options alone: equal ones share compiled programs."""
+        return Options(**{f.name: getattr(self, f.name) for f in dataclasses.fields(Options)})
+
+    # --- reports: nothing is computed or sent ---
+
+    def explain(self, inner: optax.GradientTransformation, params: Any) -> Report:
+        """What the partitioner does with each equation of `inner.update`, and what it costs.
+
+        Traces only: nothing is computed or sent. Gradients are taken as split, as `value_and_grad` gives
+        them; the collectives of the stage itself come on top. With `param_specs` the update is compiled too, which
+        shows what it moves over the other mesh axes.
+
+        Args:
+          inner: The optimizer, not wrapped.
+          params: Parameters, concrete or abstract.
+
+        Returns:
+          A `Report`; `print` it.
+
+        Examples:
+          >>> import jax, jax.numpy as jnp, optax, jaxzero
+          >>> zero = jaxzero.Zero(jax.make_mesh((8,), ("data",)))
+          >>> report = zero.explain(optax.adam(1e-3), {"w": jnp.ones((16, 4))})
+          >>> len(report.crossings)
+          0
+        """
+        return analysis_explain.explain(self, inner, params)
+
+    def plan(
+        self,
+        params: Any,
+        inner: optax.GradientTransformation | None = None,
+        *,
+        accumulate: int = 1,
+        sync: str = "each",
+    ) -> Plan:
+        """What each device will hold and send: memory at rest at every stage, traffic per step and mesh axis.
+
+        Traces only: nothing is allocated, compiled or sent, and the mesh may be a `jax.sharding.AbstractMesh`. At
+        stage 3 traffic follows the loss that `observe` saw; without one each parameter is taken to be used once
+        forward and once backward.
+
+        Args:
+          params: Parameters, whole or split, concrete or abstract.
+          inner: The optimizer, not wrapped; without one its state is missing.
+          accumulate: As for `value_and_grad`.
+          sync: As for `value_and_grad`.
+
+        Returns:
+          A `Plan`: `print` it, or `to_dict()`, or `plot()`.
+
+        Raises:
+          ValueError: For parameters without leaves or with leaves that are no arrays, and as `value_and_grad`.
+
+        Examples:
+          >>> import jax, jax.numpy as jnp, optax, jaxzero
+          >>> zero = jaxzero.Zero(jax.sharding.AbstractMesh((8,), ("data",)), stage=2)
+          >>> plan = zero.plan({"w": jax.ShapeDtypeStruct((1024, 512), jnp.float32)}, optax.adamw(1e-3))
+          >>> [row.total for row in plan.at_rest]
+          [8388612, 4718596, 2883588, 1048580]
+        """
+        return planner.make(self._options, params, inner, accumulate, sync)
+
+    def memory(self, compiled: Any) -> Memory:
+        """What a compiled program needs of each device's memory, as XLA says; sends nothing.
+
+        Args:
+          compiled: What `jax.jit(f).lower(*args).compile()` returned, for devices that are here or not.
+
+        Returns:
+          A `Memory`, in bytes per device; `print` it.
+
+        Raises:
+          ValueError: If `compiled` is no compiled program.
+
+        Examples:
+          >>> import jax, jax.numpy as jnp, jaxzero
+          >>> zero = jaxzero.Zero(jax.make_mesh((8,), ("data",)), stage=3)
+          >>> params = zero.shard({"w": jnp.ones((64, 64))})
+          >>> step = jax.jit(zero.value_and_grad(lambda p, x: jnp.mean((x @ p["w"]) ** 2)))
+          >>> memory = zero.memory(step.lower(params, jnp.ones((8, 64))).compile())
+          >>> memory.arguments  # an eighth of the parameters and of the batch
+          2304
+        """
+        return analysis_memory.memory(compiled)
+
+    def verify(
+        self,
+        compiled: Any,
+        params: Any,
+        inner: optax.GradientTransformation | None = None,
+        *,
+        accumulate: int = 1,
+        sync: str = "each",
+        donated: bool = True,
+    ) -> Verification:
+        """Proves that a compiled training step does what its plan promises, or raises; sends nothing.
+
+        Reads the program that XLA made: bytes sent per kind and mesh axis; that stage 3 gathers stacked layers in their
+        loop; that no state, and at stage 3 no parameter, is whole on every device; that donated memory is reused. The
+        step is one of `value_and_grad` and `apply`, or does by hand what they do, in or outside `shard_map`. Stage 3
+        is checked against the loss that `observe` saw; without one only what is missing shows, not what is too much.
+        Programs for TPUs show gathers and reduce-scatters as all-reduces and send bfloat16 for float32, so there only
+        the sum of traffic per axis is checked, up to what all-reduces in their place would send: whole gradients that
+        are summed at stage 2 do not show.
+
+        Args:
+          compiled: What `jax.jit(step, donate_argnums=(0, 1)).lower(*args).compile()` returned, or its `as_text()`.
+          params: The parameters that the step takes, whole or split, concrete or abstract.
+          inner: The optimizer, not wrapped. Without one its collectives are not expected and the sum of state is
+            not checked; each leaf of state is.
+          accumulate: As for `value_and_grad`.
+          sync: As for `value_and_grad`.
+          donated: Whether parameters and state are donated.
+
+        Returns:
+          A `Verification`: what was promised and found (`print` it), and all collectives.
+
+        Raises:
+          ValueError: With a table of promised and found: a promised collective is missing, one that nobody promised is
+            there, a donated buffer was not reused, memory at rest is above the plan. Also for a program without text,
+            or for other devices or parameters.
+
+        Examples:
+          >>> import jax, jax.numpy as jnp, optax, jaxzero
+          >>> zero = jaxzero.Zero(jax.make_mesh((8,), ("data",)))
+          >>> tx = zero.optimizer(optax.adam(1e-3))
+          >>> params = zero.shard({"w": jnp.ones((64, 64))})
+          >>> def step(params, state, x):
+          ...     _, grads = zero.value_and_grad(lambda p, x: jnp.mean((x @ p["w"]) ** 2))(params, x)
+          ...     return zero.apply(tx, grads, state, params)
+          >>> step = jax.jit(step, donate_argnums=(0, 1)).lower(params, tx.init(params), jnp.ones((8, 64))).compile()
+          >>> print(zero.verify(step, params, optax.adam(1e-3)))
+          per device                            promised      found
+          all-gather over data                  14.34 kB   14.34 kB  ok
+          reduce-scatter over data              14.34 kB   14.34 kB  ok
+          parameters and state at rest          20.48 kB   20.48 kB  ok
+          memory of donated arguments, reused   20.48 kB   20.48 kB  ok
+        """
+        return analysis_verify.verify(self._options, compiled, params, inner, accumulate, sync, donated)
+
+
+def _positions(whole_argnums: int | Sequence[int]) -> tuple[int, ...]:
+    return (whole_argnums,) if isinstance(whole_argnums, int) else tuple(whole_argnums)

@@ -21,11 +21,12 @@ import tyro
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from .._src._text import size_text
 from .._src.analysis import planned_traffic
 from .._src.analysis.hlo import Collectives, collectives
 from .._src.analysis.memory import Memory
 from .._src.analysis.topology import is_gpu, topology
-from .._src.partition.record import size_text
+from .._src.sharding.options import param_leaves, resolve_axes
 from .._src.zero import Zero
 from . import output
 from . import problem as cli_problem
@@ -156,8 +157,8 @@ def _placed(zero: Zero, x: Any, spec: P) -> jax.ShapeDtypeStruct:
 
 def _at_rest(zero: Zero, params: Any) -> Any:
     """Abstract parameters as they rest, placed."""
-    axes, _ = zero.context("compile")
-    resting = planned_traffic.at_rest(zero, zero.leaves(params, axes.n))
+    axes, _ = resolve_axes(zero, "compile")
+    resting = planned_traffic.at_rest(zero, param_leaves(zero, params, axes.n))
     specs = zero.specs(resting) if zero.stage == 3 else jax.tree.map(lambda x: P(), resting)
     return jax.tree.map(lambda x, spec: _placed(zero, x, spec), resting, specs)
 

@@ -8,7 +8,7 @@ from typing import Any
 import optax
 import optax.contrib
 
-from .._src.sharding.options import nearest
+from .._src._text import nearest
 from .user_code import guarded, load, running
 
 RATE = 1e-3  # any: nothing that is planned or compiled depends on it

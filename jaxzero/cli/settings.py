@@ -8,8 +8,8 @@ import optax
 import tyro
 from jax.sharding import AbstractMesh
 
-from .._src.gradients.checks import How
-from .._src.sharding.options import BUCKET_BYTES, CHUNK_BYTES, PERSIST_BYTES, PREFETCH
+from .._src.gradients.checks import GradOptions
+from .._src.sharding.options import BUCKET_BYTES, CHUNK_BYTES, PERSIST_BYTES, PREFETCH, resolve_axes
 from .._src.zero import Zero
 from . import optimizers
 from .problem import Problem
@@ -54,7 +54,7 @@ class Settings:
 
     def zero(self, mesh: Any) -> Zero:
         """The `Zero` over a mesh."""
-        How(accumulate=self.accumulate).check("value_and_grad", self.stage)
+        GradOptions(accumulate=self.accumulate).check("value_and_grad", self.stage)
         given = tuple(filter(None, self.replica_axis.split(",")))
         replica = given or tuple(a for a in mesh.axis_names if a == REPLICA)
         shard = tuple(filter(None, self.shard_axis.split(",")))
@@ -74,7 +74,7 @@ class Settings:
     @staticmethod
     def parts(zero: Zero) -> int:
         """In how many parts examples are dealt: over shard and replica axes, not over others of the mesh."""
-        axes, _ = zero.context("plan")
+        axes, _ = resolve_axes(zero, "plan")
         return axes.n * axes.r
 
     def observed(self, zero: Zero, problem: Problem) -> Zero:

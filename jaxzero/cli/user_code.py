@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from typing import Any
 
-from .._src.sharding.options import nearest
+from .._src._text import nearest
 
 
 @contextmanager

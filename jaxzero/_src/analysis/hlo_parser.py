@@ -83,7 +83,7 @@ class Program:
         """How often a computation runs: loops in loops multiply, a branch counts as taken."""
         if computation not in self.callers:
             return 1
-        return sum(turns * self.times(caller) for caller, turns, _ in self.callers[computation])
+        return sum(trip_count * self.times(caller) for caller, trip_count, _ in self.callers[computation])
 
     def looped(self, computation: str) -> bool:
         """Whether it runs in the body of a loop."""
@@ -140,9 +140,11 @@ def parse(text: str) -> Program:
             computations[here] = []
         elif found := _LINE.match(line):
             computations.setdefault(here, []).append(Instruction(found[1], found[2], found[3], line))
-            turns = _turns(line, computations)
+            trip_count = _turns(line, computations)
             for name in _called(line):
-                callers.setdefault(name, []).append((here, turns, f"body=%{name}" in line or f"body={name}" in line))
+                callers.setdefault(name, []).append(
+                    (here, trip_count, f"body=%{name}" in line or f"body={name}" in line)
+                )
     return Program(lines[0] if lines else "", computations, entry, callers)
 
 

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from ..partition.record import size_text
+from .._text import size_text
 
 
 @dataclasses.dataclass(frozen=True)

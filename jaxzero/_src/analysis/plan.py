@@ -1,23 +1,15 @@
 """The plan: what each device will hold and send, before anything is allocated or compiled."""
 
 import dataclasses
+import io
+import re
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-import jax
-import optax
-from jax.sharding import NamedSharding, PartitionSpec
-
-from ..gradients.checks import How
+from .._optional import need
+from .._text import size_text
 from ..jaxpr.collectives import Sent
-from ..jaxpr.flat import nbytes
-from ..optimizer import checks, offload, wrapper
-from ..partition.record import size_text
-from ..sharding.axes import path_text
 from ..sharding.layout import Shape
-from ..sharding.leaves import Leaf, Leaves, is_key, owner
-from ..sharding.options import STAGES, Options
-from . import plan_table, planned_traffic
-from .planned_traffic import CALL
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,10 +122,10 @@ class Plan:
         return f"Plan(stage={self.stage}, {len(self.leaves)} leaves, {sizes})"
 
     def __str__(self) -> str:
-        return plan_table.text(self)
+        return _text_of(self)
 
     def _repr_html_(self) -> str:
-        return plan_table.html(self)
+        return _html_of(self)
 
     def plot(self, ax: Any = None) -> Any:
         """Memory at rest per device as stacked bars, one for each stage; needs matplotlib.
@@ -144,142 +136,178 @@ class Plan:
         Returns:
           The axes.
         """
-        return plan_table.plot(self, ax)
-
-
-def make(options: Options, params: Any, inner: optax.GradientTransformation | None, accumulate: int, sync: str) -> Plan:
-    """See `Zero.plan`."""
-    axes, manual = options.context(CALL)
-    if manual:
-        raise ValueError(f"{CALL}: called inside shard_map. Expected the global view. Fix: call it outside.")
-    how = How(accumulate=accumulate, sync=sync)
-    how.check(CALL, options.stage)
-    if not jax.tree.leaves(params):
-        raise ValueError(
-            f"{CALL}: the parameters have no leaf. Found {type(params).__name__}; expected a tree of arrays. Fix: pass "
-            "parameters, for example jax.eval_shape(init_fn, key)."
-        )
-    checks.parameters(CALL, options, params)
-    leaves = options.leaves(params, axes.n)
-    resting = planned_traffic.at_rest(options, leaves)
-    own, other, hosted, unsharded = _state(options, leaves, resting, inner)
-    buckets = planned_traffic.buckets(options, leaves, axes)
-    traffic, chunks = planned_traffic.trace(options, leaves, inner, resting, how)
-    state = sum(own.values()) + other
-    return Plan(
-        options.stage,
-        tuple(options.mesh.shape.items()),
-        axes.shard,
-        axes.replica,
-        tuple(_row(options, leaf, own.get(leaf.path, 0), buckets, chunks) for leaf in leaves.leaves),
-        other,
-        (
-            _at_rest(options, 0, leaves, unsharded, 0),
-            *(_at_rest(options, s, leaves, state, hosted + _hosted(options, leaves, s)) for s in STAGES),
-        ),
-        traffic,
-        _notes(options, inner, how, leaves),
-    )
-
-
-def _notes(options: Options, inner: Any, how: How, leaves: Leaves) -> tuple[str, ...]:
-    """What the figures depend on."""
-    out = ["sent: bytes that leave each device in a ring, in one step of value_and_grad and apply"]
-    if inner is None:
-        out.append("no optimizer was given: its state and what its update sends are missing")
-    kept = [path_text(leaf.path) for leaf in leaves.leaves if leaf.trainable and leaf.beside and leaf.layout is None]
-    if kept:
-        out.append(f"not cut, since other axes shard every dimension: {', '.join(kept)}")
-    if options.stage > 1:
-        what = "gathers parameters and reduces gradients" if options.stage == 3 else "reduces gradients"
-        once = options.stage == 2 and how.sync == "once"
-        out.append(f"accumulate={how.accumulate}: " + ("gradients are reduced once" if once else f"each turn {what}"))
-    if options.stage == 3:
-        seen = options.observed and options.observed.loss
-        out.append(
-            "parameters are gathered as the observed loss uses them"
-            if seen
-            else "no loss was observed: each parameter is taken to be used once forward and once backward, in tree "
-            "order; zero.observe(loss_fn, params, *batch) makes this exact"
-        )
-    return tuple(out)
+        return _plot_of(self, ax)
 
 
 # --- bytes at rest -------------------------------------------------------------------------------
 
 
-def _row(options: Options, leaf: Leaf, state: int, buckets: dict[Any, int], chunks: dict[Any, int]) -> PlannedLeaf:
-    layout = leaf.layout
-    return PlannedLeaf(
-        path_text(leaf.path),
-        leaf.shape,
-        str(leaf.dtype),
-        "whole" if layout is None else "stacked" if leaf.layers else layout.kind,
-        leaf.shape if layout is None else layout.stored_shape,
-        0 if layout is None else layout.padding,
-        _param_bytes(options, leaf, options.stage),
-        _grad_bytes(options, leaf, options.stage),
-        state,
-        buckets.get(leaf.path),
-        chunks.get(leaf.path),
-    )
+# --- how it is shown ------------------------------------------------------------------------------
+
+WIDTH = 100
+NAMES = ("unsharded", "stage 1", "stage 2", "stage 3")
+PARTS = {"parameters": "parameters", "gradients": "gradients", "state": "optimizer state"}
+PLACES = {"host": "of it on the host", "device": "on the device"}
 
 
-def _at_rest(options: Options, stage: int, leaves: Leaves, state: int, host: int) -> AtRest:
-    return AtRest(
-        stage,
-        sum(_param_bytes(options, leaf, stage) for leaf in leaves.leaves),
-        sum(_grad_bytes(options, leaf, stage) for leaf in leaves.leaves),
-        state,
-        host,
-    )
+def _text_of(plan: Plan) -> str:
+    """The tables as plain text."""
+    console = _console()
+    with console.capture() as capture:
+        console.print(*_tables(plan), sep="\n")
+    return "\n".join(line.rstrip() for line in capture.get().splitlines())
 
 
-def _hosted(options: Options, leaves: Leaves, stage: int) -> int:
-    """Bytes of parameters in the host's memory."""
-    kind = lambda leaf: options.memory_kind("params", leaf.layout)
-    return sum(_param_bytes(options, leaf, stage) for leaf in leaves.leaves if kind(leaf))
+def _html_of(plan: Plan) -> str:
+    """The tables as HTML."""
+    console = _console(record=True)
+    console.print(*_tables(plan), sep="\n")
+    return console.export_html(inline_styles=True, code_format="<pre style='line-height: normal'>{code}</pre>")
 
 
-def _param_bytes(options: Options, leaf: Leaf, stage: int) -> int:
-    return _bytes(options, leaf, stage == 3)
+def _plot_of(plan: Plan, ax: Any = None) -> Any:
+    """Stacked bars of memory at rest."""
+    if ax is None:
+        ax = need("matplotlib.pyplot", "plot", "plan.plot()").figure().subplots()
+    bottom = [0.0] * len(NAMES)
+    for part, label in PARTS.items():
+        heights = [getattr(row, part) / 1e9 for row in plan.at_rest]
+        ax.bar(NAMES, heights, bottom=bottom, label=label)
+        bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
+    for i, row in enumerate(plan.at_rest):
+        ax.text(i, bottom[i], size_text(row.total), ha="center", va="bottom")
+    hosted = any(row.host for row in plan.at_rest)
+    ax.set_ylabel("GB per device at rest" + (", host memory included" if hosted else ""))
+    ax.set_title(_mesh(plan))
+    ax.legend()
+    return ax
 
 
-def _grad_bytes(options: Options, leaf: Leaf, stage: int) -> int:
-    """A key has no gradient; that of other leaves that pass through is zeros."""
-    return 0 if is_key(leaf.dtype) else _bytes(options, leaf, stage >= 2)
+# --- tables --------------------------------------------------------------------------------------
 
 
-def _bytes(options: Options, leaf: Leaf, split: bool) -> int:
-    shape = leaf.cut.stored_shape if split and leaf.layout else leaf.shape
-    return nbytes(local_shape(options, shape, leaf.spec(options.shard_axes if split else None)), leaf.dtype)
+def _console(**options: Any) -> Any:
+    rich = need("rich.console", "cli", "printing a plan")
+    return rich.Console(width=WIDTH, file=io.StringIO(), highlight=False, **options)
 
 
-def local_shape(options: Options, shape: Shape, spec: PartitionSpec) -> Shape:
-    """The shape on one device."""
-    return NamedSharding(options.mesh, spec).shard_shape(shape)
+def _tables(plan: Plan) -> Iterator[Any]:
+    yield f"stage {plan.stage}, {_mesh(plan)}"
+    yield _leaves(plan)
+    yield _at_rest(plan)
+    yield _traffic(plan)
+    yield from plan.notes
 
 
-def _state(
-    options: Options, leaves: Leaves, resting: Any, inner: optax.GradientTransformation | None
-) -> tuple[dict[Any, int], int, int, int]:
-    """Bytes per device of state: by the key path of its parameter; of other state; on the host; of all unsharded."""
-    if inner is None:
-        return {}, 0, 0, 0
-    by_path = {leaf.path: leaf for leaf in leaves.leaves}
-    own: dict[Any, int] = {}
-    other = hosted = 0
-    for path, x in jax.tree_util.tree_leaves_with_path(wrapper.wrap(options, inner, False).init(resting)):
-        size = nbytes(x.sharding.shard_shape(x.shape), x.dtype)
-        hosted += size * (x.sharding.memory_kind == offload.KIND)
-        leaf = owner(path, None, by_path)
-        if leaf is None:
-            other += size
+def _mesh(plan: Plan) -> str:
+    sizes = dict(plan.mesh)
+    named = lambda axes: " x ".join(f"{a}={sizes[a]}" for a in axes)
+    again = f", repeated over {named(plan.replica_axis)}" if plan.replica_axis else ""
+    return f"split over {named(plan.shard_axis)}{again}"
+
+
+def _table(title: str, columns: Sequence[str], left: int = 1) -> Any:
+    table = need("rich.table", "cli", "printing a plan")
+    box = need("rich.box", "cli", "printing a plan")
+    out = table.Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    for i, name in enumerate(columns):
+        out.add_column(name, justify="left" if i < left else "right", overflow="fold", no_wrap=i > 0)
+    return out
+
+
+def _leaves(plan: Plan) -> Any:
+    transport = "chunk" if plan.stage == 3 else "bucket"
+    columns = ("leaf", "array", "layout", "x", "padding", "parameter", "gradient", "state", transport)
+    table = _table("bytes per device at rest, of all leaves in a row together", columns, left=3)
+    for name, rows in blocks(plan.leaves):
+        first, count = rows[0], len(rows)
+        numbers = sorted({n for row in rows if (n := row.chunk if plan.stage == 3 else row.bucket) is not None})
+        table.add_row(
+            _plain(name),
+            _plain(f"{_short(first.dtype)}[{','.join(map(str, first.shape))}]"),
+            first.layout,
+            str(count) if count > 1 else "",
+            str(first.padding or ""),
+            *(size_text(count * getattr(first, part)) for part in ("parameters", "gradients", "state")),
+            ranges(numbers),
+        )
+    if plan.other_state:
+        table.add_row("(other state)", *[""] * 6, size_text(plan.other_state), "")
+    return table
+
+
+def _at_rest(plan: Plan) -> Any:
+    names = [name + (" *" if i == plan.stage else "") for i, name in enumerate(NAMES)]
+    table = _table("per device at rest (* this plan)", ("", *names))
+    places = PLACES if any(row.host for row in plan.at_rest) else {}
+    for part, label in (PARTS | {"total": "total"} | places).items():
+        table.add_row(label, *(size_text(getattr(row, part)) for row in plan.at_rest))
+    return table
+
+
+def _traffic(plan: Plan) -> Any:
+    table = _table("sent per device and step", ("phase", "mesh axes", "collective", "calls", "bytes"), left=3)
+    for row in plan.traffic:
+        table.add_row(row.phase, ", ".join(row.axes), row.kind, str(row.calls), size_text(row.nbytes))
+    table.add_row("total", "", "", str(sum(row.calls for row in plan.traffic)), size_text(plan.sent))
+    return table
+
+
+def _short(dtype: str) -> str:
+    """A dtype as JAX prints types: `bf16`, `i32`."""
+    return dtype.replace("float", "f").replace("int", "i").replace("complex", "c")
+
+
+def _plain(words: str) -> Any:
+    """Text in which brackets are brackets."""
+    return need("rich.text", "cli", "printing a plan").Text(words)
+
+
+# --- repeated blocks -----------------------------------------------------------------------------
+
+
+def blocks(leaves: Sequence[PlannedLeaf]) -> list[tuple[str, list[PlannedLeaf]]]:
+    """Leaves that differ in nothing but numbers in their paths, under one name, in order of the first.
+
+    Layers are `h/0/w` or `Block_0/Dense_0/kernel`, so any number in a path may count them.
+    """
+    groups: dict[Any, list[PlannedLeaf]] = {}
+    for leaf in leaves:
+        same = (leaf.shape, leaf.dtype, leaf.layout, leaf.padding, leaf.parameters, leaf.gradients, leaf.state)
+        groups.setdefault((_DIGITS.sub("#", leaf.path), *same), []).append(leaf)
+    return [(_name([leaf.path for leaf in group]), group) for group in groups.values()]
+
+
+_DIGITS = re.compile(r"\d+")
+
+
+def _name(paths: Sequence[str]) -> str:
+    """One name for paths that differ in numbers: `h/[0-11]/w`."""
+    numbers = zip(*(map(int, _DIGITS.findall(path)) for path in paths), strict=True)
+    seen = iter([sorted(set(column)) for column in numbers])
+
+    def show(found: re.Match[str]) -> str:
+        values = next(seen)
+        return found[0] if len(values) == 1 else f"[{ranges(values)}]"
+
+    return _DIGITS.sub(show, paths[0])
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """Sorted numbers, neighbours joined; many gaps are left out.
+
+    Examples:
+      >>> ranges([0, 1, 2, 3, 7])
+      '0-3,7'
+      >>> ranges([0, 2, 4, 6, 8])
+      '0..8'
+    """
+    spans: list[list[int]] = []
+    for n in numbers:
+        if spans and n == spans[-1][1] + 1:
+            spans[-1][1] = n
         else:
-            own[leaf.path] = own.get(leaf.path, 0) + size
-    plain = jax.eval_shape(inner.init, leaves.unflatten(leaves.stand_ins()))
-    unsharded = 0
-    for path, x in jax.tree_util.tree_leaves_with_path(plain):
-        leaf = owner(path, x.shape, by_path)
-        unsharded += nbytes(x.shape if leaf is None else local_shape(options, x.shape, leaf.spec(None)), x.dtype)
-    return own, other, hosted, unsharded
+            spans.append([n, n])
+    if len(spans) > 3:
+        return f"{numbers[0]}..{numbers[-1]}"
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)

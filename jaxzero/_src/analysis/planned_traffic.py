@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import optax
 
 from ..comm import collectives, placement
-from ..comm.reduce import Mean
+from ..comm.reduce import GradReducer
 from ..fsdp.observe import Loss
 from ..fsdp.schedule import Schedule
 from ..gradients import call
-from ..gradients.checks import How
+from ..gradients.checks import GradOptions
 from ..gradients.program import GradientProgram, SplitProgram
 from ..gradients.value_and_grad import Gradient
 from ..jaxpr import collectives as jaxpr_collectives
@@ -22,17 +22,17 @@ from ..optimizer import wrapper
 from ..sharding.axes import Axes
 from ..sharding.layout import Layout
 from ..sharding.leaves import Leaf, Leaves
-from ..sharding.options import Options
+from ..sharding.options import Options, resolve_axes
 from . import default_loss
 
 CALL = "plan"
 
 
-def loss_of(options: Options, leaves: Leaves, how: How) -> Loss:
+def loss_of(options: Options, leaves: Leaves, how: GradOptions) -> Loss:
     """The observed loss, without aux; else one that stands for it."""
     seen = options.observed and options.observed.loss
     if seen is None:
-        axes, _ = options.context(CALL)
+        axes, _ = resolve_axes(options, CALL)
         return Loss(default_loss.loss(leaves), (default_loss.batch(axes.n * axes.r * how.accumulate),), ())
     return Loss(lambda *args: jax.tree.leaves(seen.fn(*args))[0], seen.batch, seen.whole_argnums)
 
@@ -45,9 +45,11 @@ def buckets(options: Options, leaves: Leaves, axes: Axes) -> dict[Any, int]:
     if options.stage == 3:
         return {}
     moving = [leaf for leaf in leaves.leaves if leaf.trainable and (options.stage == 1 or leaf.layout)]
-    wire = Mean(axes, options).wire
+    wire = GradReducer(axes, options).wire
     values = [jax.ShapeDtypeStruct(leaf.shape, wire(leaf.dtype)) for leaf in moving]
-    layouts = [leaf.cut if options.stage == 2 else Layout(leaf.shape, 1, "flat", beside=leaf.beside) for leaf in moving]
+    layouts = [
+        leaf.cut if options.stage == 2 else Layout(leaf.shape, 1, "flat", other_axes=leaf.other_axes) for leaf in moving
+    ]
     if options.stage == 1:  # the loss travels first
         values, layouts = [jax.ShapeDtypeStruct((), jnp.float32), *values], [Layout((), 1, "flat"), *layouts]
     groups = collectives.bucketed(values, layouts, options.bucket_bytes)
@@ -104,7 +106,7 @@ class _Watched(Gradient):
 
 
 def trace(
-    options: Options, leaves: Leaves, inner: optax.GradientTransformation | None, resting: Any, how: How
+    options: Options, leaves: Leaves, inner: optax.GradientTransformation | None, resting: Any, how: GradOptions
 ) -> tuple[tuple[jaxpr_collectives.Sent, ...], dict[Any, int]]:
     """What one training step sends, and its chunks: read from the traces of `value_and_grad` and `apply` themselves.
 

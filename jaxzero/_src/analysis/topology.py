@@ -16,8 +16,8 @@ import jax
 import numpy as np
 from jax.experimental import topologies
 
+from .._text import nearest
 from ..jaxpr.compat import backends_started
-from ..sharding.options import nearest
 
 #: What differs between GPUs, as NVIDIA publishes it: memory in bytes, bandwidth in bytes/s, clock in GHz.
 _GPUS: dict[str, dict[str, Any]] = {

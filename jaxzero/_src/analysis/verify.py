@@ -7,13 +7,13 @@ from typing import Any
 import jax
 import optax
 
+from .._text import path_text, size_text
 from ..jaxpr.collectives import GATHER, REDUCE, SCATTER
-from ..partition.record import size_text
-from ..sharding.axes import Axes, path_text
+from ..sharding.axes import Axes
 from ..sharding.layout import Shape
 from ..sharding.leaves import Leaf
-from ..sharding.options import Options
-from . import plan as analysis_plan
+from ..sharding.options import Options, param_leaves, resolve_axes
+from . import planner
 from .hlo import Collectives, collectives
 from .hlo_parser import Argument, Program, parse, sizes, text_of
 from .plan import Plan
@@ -81,15 +81,15 @@ def verify(
 ) -> Verification:
     """See `Zero.verify`."""
     program = parse(text_of(CALL, compiled))
-    plan = analysis_plan.make(options, params, inner, accumulate, sync)
-    axes, _ = options.context(CALL)
+    plan = planner.make(options, params, inner, accumulate, sync)
+    axes, _ = resolve_axes(options, CALL)
     if program.devices != options.mesh.size:
         raise ValueError(
             f"{CALL}: the program was compiled for {program.devices} devices; expected {options.mesh.size}, the mesh "
             f"{dict(options.mesh.shape)}. Fix: verify it with the Zero that it was made with."
         )
     found = collectives(compiled, options.mesh)
-    leaves = [leaf for leaf in options.leaves(params, axes.n).leaves if leaf.layout is not None]
+    leaves = [leaf for leaf in param_leaves(options, params, axes.n).leaves if leaf.layout is not None]
     owned = _owned(options, program, leaves)
     checks = [
         *_traffic(options, program, plan, found, axes, inner is not None),
@@ -208,8 +208,8 @@ def _on_use(
     used = [leaf for leaf in leaves if leaf.trainable and leaf.path not in idle]
     stacked = [leaf for leaf in used if leaf.layers and _nbytes(leaf) > SMALL]
     if stacked:
-        turns = accumulate * min(leaf.shape[0] for leaf in stacked)
-        inside = sum(x.sent for x in found if x.kind == GATHER and 2 * x.times >= turns)  # XLA may unroll by two
+        trip_count = accumulate * min(leaf.shape[0] for leaf in stacked)
+        inside = sum(x.sent for x in found if x.kind == GATHER and 2 * x.times >= trip_count)  # XLA may unroll by two
         want = accumulate * sum(map(_nbytes, stacked)) * (axes.n - 1) / axes.n
         problem = "gathered outside the loop over layers" if inside < 0.2 * want else ""
         yield Check("all-gather of layers in their loop, at least", want, inside, problem, fix)
@@ -261,7 +261,7 @@ def _shapes(options: Options, leaf: Leaf) -> tuple[Shape, Shape, Shape]:
     split, whole = leaf.spec(options.shard_axes), leaf.spec(None)
     stored = leaf.cut.stored_shape
     ways = ((stored, split), (leaf.shape, whole), (stored, whole))
-    one, two, three = (analysis_plan.local_shape(options, shape, spec) for shape, spec in ways)
+    one, two, three = (planner.local_shape(options, shape, spec) for shape, spec in ways)
     return one, two, three
 
 

@@ -1,1 +1,1 @@
-"""PLACEHOLDER."""
+"""Save, restore and export, for any number of devices."""

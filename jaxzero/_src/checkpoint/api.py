@@ -7,12 +7,13 @@ import jax
 import numpy as np
 
 from ..comm import placement
-from ..optimizer import checks, wrapper
-from ..sharding import processes
-from ..sharding.axes import Axes, check_devices
+from ..optimizer import wrapper
+from ..sharding import checks, processes
+from ..sharding.axes import Axes
 from ..sharding.layout import is_split
-from ..sharding.leaves import Leaves, state_leaves, wear
-from ..sharding.options import Options
+from ..sharding.leaves import Leaves, state_leaves, wrap_padded
+from ..sharding.options import Options, resolve_axes
+from ..sharding.place import check_devices
 from . import leaves as checkpoint_leaves
 from . import manifest, orbax_io
 
@@ -195,7 +196,7 @@ def _axes(call: str, zero: Options | None) -> Axes:
         )
     placement.outside(zero, call)
     check_devices(call, zero.mesh)
-    return zero.context(call)[0]
+    return resolve_axes(zero, call)[0]
 
 
 def found(call: str, directory: Any, zero: Options | None, step: int | None) -> tuple[Any, dict[str, Any]]:
@@ -223,7 +224,7 @@ def _params(path: Any, zero: Options | None, params: Leaves, leaves: Any, arrays
     out = []
     for e, x in zip(leaves, jax.tree.leaves(given, is_leaf=is_split), strict=True):
         if e.name in arrays:
-            x = wear(arrays[e.name], e.layout)
+            x = wrap_padded(arrays[e.name], e.layout)
         elif isinstance(x, jax.ShapeDtypeStruct):
             raise ValueError(
                 f"restore: {path} has no leaf {e.name!r}, and abstract_params holds no array in its place. Expected "

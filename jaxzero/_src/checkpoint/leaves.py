@@ -10,23 +10,24 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from .._text import path_text
 from ..optimizer import checks, trace
 from ..optimizer.wrapper import ShardedOptimizer
-from ..sharding.axes import Axes, path_text
-from ..sharding.layout import Beside, Layout, Shape, is_split
+from ..sharding.axes import Axes
+from ..sharding.layout import Layout, OtherAxes, Shape, is_split
 from ..sharding.leaves import (
     Leaf,
     Leaves,
     StateLeaf,
-    bare,
     is_key,
     leaves_of,
     owner,
     shape_dtype,
     spec_of,
     state_leaves,
+    unwrap,
 )
-from ..sharding.options import Options
+from ..sharding.options import Options, memory_kind, param_leaves
 
 PARAMS, STATE = "params", "opt_state"
 
@@ -41,7 +42,7 @@ class Entry:
       dtype: Its dtype.
       layout: How it is cut at rest here; `None`: it is whole.
       memory_kind: In which memory it is at rest here; `None`: the device's.
-      beside: The other mesh axes that shard each dimension here; empty where none does.
+      other_axes: The other mesh axes that shard each dimension here; empty where none does.
     """
 
     name: str
@@ -49,7 +50,7 @@ class Entry:
     dtype: Any
     layout: Layout | None
     memory_kind: str | None = None
-    beside: Beside = ()
+    other_axes: OtherAxes = ()
 
     @property
     def padded(self) -> bool:
@@ -58,7 +59,7 @@ class Entry:
 
     def spec(self, axes: Axes) -> PartitionSpec:
         """Where it is at rest here."""
-        return spec_of(self.layout, self.beside, axes.shard)
+        return spec_of(self.layout, self.other_axes, axes.shard)
 
     @property
     def written(self) -> bool:
@@ -78,7 +79,7 @@ class Entry:
 
 def of_tree(zero: Options | None, params: Any, axes: Axes) -> Leaves:
     """The leaves of a tree of parameters, with their layouts."""
-    return leaves_of(params, 1, None) if zero is None else zero.leaves(params, axes.n)
+    return leaves_of(params, 1, None) if zero is None else param_leaves(zero, params, axes.n)
 
 
 def of_params(zero: Options | None, leaves: Leaves) -> list[Entry]:
@@ -96,11 +97,11 @@ def of_state(zero: Options | None, state: Sequence[StateLeaf]) -> list[Entry]:
 
 def _entry(tree: str, leaf: Leaf | StateLeaf, layout: Layout | None, kind: str | None) -> Entry:
     name = tree + ("/" + path_text(leaf.path) if leaf.path else "")
-    return Entry(name, tuple(leaf.shape), leaf.dtype, layout, kind, leaf.beside)
+    return Entry(name, tuple(leaf.shape), leaf.dtype, layout, kind, leaf.other_axes)
 
 
 def _kind(zero: Options | None, what: str) -> Callable[[Leaf | StateLeaf], str | None]:
-    return lambda leaf: None if zero is None else zero.memory_kind(what, leaf.layout)
+    return lambda leaf: None if zero is None else memory_kind(zero, what, leaf.layout)
 
 
 def check_names(call: str, entries: Sequence[Entry]) -> None:
@@ -124,7 +125,7 @@ def saved(zero: Options | None, axes: Axes, params: Any, opt_state: Any, inner: 
     opt_state = _unboxed(opt_state)
     for path, x in jax.tree_util.tree_leaves_with_path((params, opt_state), is_leaf=is_split):
         checks.split_leaf("save", path[1:], x)
-        _check_array("save", path[1:], bare(x))
+        _check_array("save", path[1:], unwrap(x))
     leaves = of_tree(zero, params, axes)
     arrays = jax.tree.leaves(params, is_leaf=is_split)
     entries = of_params(zero, leaves)
@@ -135,14 +136,14 @@ def saved(zero: Options | None, axes: Axes, params: Any, opt_state: Any, inner: 
                 f"save: leaf {path_text(leaf.path)!r} is {x!r}; expected a plain array over {axes.n} devices at stage "
                 f"{zero.stage if zero else None}. It was split by another Zero. Fix: use the Zero that split it."
             )
-        checks.stored_shape("save", "parameter", leaf.path, np.shape(bare(x)), wanted, axes.n)
+        checks.stored_shape("save", "parameter", leaf.path, np.shape(unwrap(x)), wanted, axes.n)
     state = _by_inner(opt_state, leaves, axes, inner) if inner is not None else _by_params(opt_state, leaves, axes)
     stored = jax.tree.leaves(opt_state)
     for s, x in zip(state, stored, strict=True):
         checks.stored_shape("save", "state", s.path, np.shape(x), s.stored_shape, axes.n)
     entries += of_state(zero, state)
     check_names("save", entries)
-    return entries, [bare(x) for x in [*arrays, *stored]]
+    return entries, [unwrap(x) for x in [*arrays, *stored]]
 
 
 def _check_array(call: str, path: Any, x: Any) -> None:
@@ -192,7 +193,7 @@ def _by_params(opt_state: Any, leaves: Leaves, axes: Axes) -> list[StateLeaf]:
         stored = lambda leaf: leaf.layout.stored_shape if leaf.layout else leaf.shape
         mine = next((leaf for leaf in ends if leaf is not None and stored(leaf) == shape), None)
         if mine is not None:
-            out.append(StateLeaf(path, mine.shape, dtype, mine.layout, not mine.trainable, mine.beside))
+            out.append(StateLeaf(path, mine.shape, dtype, mine.layout, not mine.trainable, mine.other_axes))
             continue
         _check_cut(path, x, shape, owner(path, None, by_path), axes)
         out.append(StateLeaf(path, shape, dtype, None, False))

@@ -35,7 +35,7 @@ def compose(options: Options | None, axes: Axes, step: int, entries: Sequence[En
 
 def fingerprint(entries: Sequence[Entry]) -> str:
     """A digest of names, shapes, dtypes and layouts of all leaves: equal where training continues bit for bit."""
-    layout = lambda x: x and (x.kind, x.lead, x.n, *([x.beside] if x.beside else []))
+    layout = lambda x: x and (x.kind, x.lead, x.n, *([x.other_axes] if x.other_axes else []))
     cut = [(e.name, e.described, layout(e.layout)) for e in entries]
     return hashlib.sha256(json.dumps(cut).encode()).hexdigest()[:16]
 

@@ -15,9 +15,10 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from .._optional import need
 from ..jaxpr import compat
-from ..sharding.axes import Axes, put, written
+from ..sharding.axes import Axes
 from ..sharding.leaves import is_key
 from ..sharding.options import Options
+from ..sharding.place import put, written
 from .leaves import Entry
 
 #: Leaves are read in groups of about this many bytes, or an eighth of all where that is more.

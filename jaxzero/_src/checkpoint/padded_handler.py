@@ -22,7 +22,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ..comm import collectives
-from ..sharding import axes as sharding_axes
+from ..sharding import place
 from ..sharding.axes import Axes
 from ..sharding.layout import Layout, Shape
 from ..sharding.regions import open_region
@@ -98,7 +98,7 @@ def _copied(leaf: PaddedLeaf) -> tuple[Shape, list[Part]]:
     """The chunk shape on disk, which all processes agree on, and this process's parts, on the host."""
     layout, item = leaf.layout, leaf.value.dtype.itemsize
     spec = layout.spec(leaf.axes.shard)
-    value = sharding_axes.place("save", leaf.mesh, (), leaf.value, spec, leaf.axes.every)
+    value = place.place("save", leaf.mesh, (), leaf.value, spec, leaf.axes.every)
     leaf = dataclasses.replace(leaf, value=value)
     if layout.kind == "rows":
         share = value.sharding.shard_shape(value.shape)

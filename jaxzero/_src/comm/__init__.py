@@ -1,1 +1,1 @@
-"""PLACEHOLDER."""
+"""Collectives on layouts, flat and in hops, and the reduction of gradients."""

@@ -19,9 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..sharding.layout import Beside, Layout
+from ..sharding.layout import Layout, OtherAxes
 from ..sharding.regions import within
-from .hierarchical import Hops, far, gather, near, scatter
+from .hierarchical import Hops, gather, inter_node, intra_node, scatter
 
 Array = jax.Array
 
@@ -109,7 +109,7 @@ def share(x: Array, layout: Layout, index: Array) -> Array:
 
     No start index is ever above `n` rows or one dimension, so none overflows 32 bits or is clamped.
     """
-    return within(layout.beside, functools.partial(_share, layout=layout), x, index)
+    return within(layout.other_axes, functools.partial(_share, layout=layout), x, index)
 
 
 def _share(x: Array, index: Array, layout: Layout) -> Array:
@@ -132,7 +132,7 @@ def leaf_scope(name: str) -> str:
 def bucketed(values: Sequence[Any], layouts: Sequence[Layout], limit: int | None) -> list[list[int]]:
     """The `buckets` of arrays (abstract ones will do) with these layouts; one that other axes shard goes alone."""
     nbytes = [layout.size * x.dtype.itemsize for x, layout in zip(values, layouts, strict=True)]
-    kinds = [None if any(layout.beside) else x.dtype for x, layout in zip(values, layouts, strict=True)]
+    kinds = [None if any(layout.other_axes) else x.dtype for x, layout in zip(values, layouts, strict=True)]
     return buckets(nbytes, kinds, limit)
 
 
@@ -151,7 +151,7 @@ def _joined(
         if len(members) == 1:
             (i,) = members
             with jax.named_scope(leaf_scope(layouts[i].name)) if layouts[i].name else contextlib.nullcontext():
-                out[i] = within(layouts[i].beside, functools.partial(alone, layout=layouts[i]), values[i])
+                out[i] = within(layouts[i].other_axes, functools.partial(alone, layout=layouts[i]), values[i])
             continue
         parts = [block(values[i], layouts[i]) for i in members]
         sizes = [part.shape[-1] for part in parts]
@@ -225,7 +225,7 @@ def all_gather(
     )
 
 
-def gather_far(shares: Sequence[Array], layouts: Sequence[Layout], hops: Hops) -> list[Array]:
+def gather_inter_node(shares: Sequence[Array], layouts: Sequence[Layout], hops: Hops) -> list[Array]:
     """Shares -> secondary shares, in one collective per hop but the last.
 
     A secondary share is `1/k` of the whole: all that the `k` devices of a node need of other nodes.
@@ -235,22 +235,22 @@ def gather_far(shares: Sequence[Array], layouts: Sequence[Layout], hops: Hops) -
         shares,
         layouts,
         NO_LIMIT,
-        alone=lambda x, layout: far(row(x, layout), hops, 0),
+        alone=lambda x, layout: inter_node(row(x, layout), hops, 0),
         block=row,
-        together=lambda x: far(x, hops, 0),
+        together=lambda x: inter_node(x, hops, 0),
         unblock=lambda x, layout: x,
     )
 
 
-def gather_near(secondary: Sequence[Array], layouts: Sequence[Layout], hops: Hops) -> list[Array]:
+def gather_intra_node(node_shards: Sequence[Array], layouts: Sequence[Layout], hops: Hops) -> list[Array]:
     """The whole logical arrays from secondary shares, in one collective inside the node."""
     return _joined(
-        secondary,
+        node_shards,
         layouts,
         NO_LIMIT,
-        alone=lambda x, layout: _unblocks(near(x, hops, 0), layout),
+        alone=lambda x, layout: _unblocks(intra_node(x, hops, 0), layout),
         block=lambda x, layout: x,
-        together=lambda x: near(x, hops, 0),
+        together=lambda x: intra_node(x, hops, 0),
         unblock=_unblocks,
     )
 
@@ -261,7 +261,7 @@ def all_reduce(
     *,
     bucket_bytes: int | None,
     reduce: Callable[..., Array] = lax.psum,
-    beside: Sequence[Beside] | None = None,
+    other_axes: Sequence[OtherAxes] | None = None,
 ) -> list[Array]:
     """Reduces arrays of any shape over `axes`; every device gets the result.
 
@@ -272,13 +272,13 @@ def all_reduce(
       axes: Manual axes.
       bucket_bytes: Arrays below this are joined; `None`: none are.
       reduce: `lax.psum`, `lax.pmax` or `lax.pmin`.
-      beside: Per array, the other mesh axes that shard it, if any do.
+      other_axes: Per array, the other mesh axes that shard it, if any do.
 
     Returns:
       Arrays of the same shapes, equal on all devices.
     """
-    besides = beside or [()] * len(values)
-    layouts = [Layout(x.shape, 1, "flat", beside=b) for x, b in zip(values, besides, strict=True)]
+    besides = other_axes or [()] * len(values)
+    layouts = [Layout(x.shape, 1, "flat", other_axes=b) for x, b in zip(values, besides, strict=True)]
     # XLA on CPU crashes when it folds the sum of a complex constant over devices; so it sees no constant.
     values = [lax.optimization_barrier(x) if jnp.iscomplexobj(x) else x for x in values]
     return _joined(

@@ -22,17 +22,17 @@ Hops = Sequence[str | tuple[str, ...]]
 
 def gather(x: Array, hops: Hops, axis: int) -> Array:
     """All shares joined along `axis` in order of device number, typed as equal on all devices."""
-    return near(far(x, hops, axis), hops, axis)
+    return intra_node(inter_node(x, hops, axis), hops, axis)
 
 
-def far(x: Array, hops: Hops, axis: int) -> Array:
+def inter_node(x: Array, hops: Hops, axis: int) -> Array:
     """All hops but the last: what this device holds of the whole once nothing has to cross nodes any more."""
     for i, hop in enumerate(hops[:-1]):
         x = lax.all_gather(x, hop, axis=axis + i, to="invarying")
     return x
 
 
-def near(x: Array, hops: Hops, axis: int) -> Array:
+def intra_node(x: Array, hops: Hops, axis: int) -> Array:
     """The last hop: from the result of `far` to the whole."""
     last = len(hops) - 1
     before, after = x.shape[:axis], x.shape[axis + last + 1 :]

@@ -1,101 +1,33 @@
 """Where parameters, gradients and state stand: born, put in place, gathered, and their specs."""
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from .. import partition
-from ..optimizer import checks, convert, offload
-from ..partition import draws, evaluate, values
+from .._text import path_text
 from ..sharding import axes as sharding_axes
-from ..sharding import processes
-from ..sharding.axes import Axes, path_text
-from ..sharding.layout import Beside, EvenSplit, Layout, even_split, is_split, partition_spec
-from ..sharding.leaves import bare, leading, shape_dtype, wear
-from ..sharding.options import Options
+from ..sharding import checks, host, place, processes
+from ..sharding.axes import Axes
+from ..sharding.layout import EvenSplit, Layout, OtherAxes, even_split, is_split, partition_spec
+from ..sharding.leaves import leading, shape_dtype, unwrap, wrap_padded
+from ..sharding.options import Options, memory_kind, other_axes, param_leaves, resolve_axes
 from ..sharding.regions import only, open_region
 from . import collectives
 
 P = PartitionSpec
 
 
-def born(options: Options, init_fn: Callable[..., Any], *args: Any) -> Any:
-    """Parameters computed on the mesh as they rest: whole at stages 1 and 2, cut at stage 3.
-
-    At stage 3 the traced `init_fn` is evaluated on shares, as an optimizer is, and random draws of a leaf's
-    shape are made share by share: no device holds a whole leaf, unless it is computed from one.
-    """
-    outside(options, "init")
-    if not sharding_axes.is_traced(args):
-        sharding_axes.check_devices("init", options.mesh)
-        processes.agree("init", options, processes.digests(args))
-    if options.stage < 3:
-        if sharding_axes.is_traced(args):
-            with _naming_boxes(options, init_fn, args):
-                params = init_fn(*args)
-            return shard(options, params, "init")
-        params = _born_whole(options, init_fn, args)
-        return shard(options, params, "init") if options.offload or sharding_axes.is_traced(params) else params
-    axes, _ = options.context("init")
-    arrays, tree = jax.tree.flatten(args)
-    avals = [jax.ShapeDtypeStruct(*shape_dtype(x)) for x in arrays]
-    here = jax.sharding.get_abstract_mesh()  # where the user has set one, a model may look for it
-    with _naming_boxes(options, init_fn, args):
-        born_ = lambda xs: init_fn(*jax.tree.unflatten(tree, xs))
-        program = partition.trace(born_, avals, mesh=here if here.empty else sharding_axes.all_auto(options.mesh))
-    checks.parameters("init", options, program.out)
-    leaves = options.leaves(program.out, axes.n)
-    layouts = [leaf.layout for leaf in leaves.leaves]
-    kinds = [options.memory_kind("params", layout) for layout in layouts]
-
-    def body(arrays: Any, consts: Any) -> list[Any]:
-        born = draws.Born(layout for layout in layouts if layout is not None)
-        ctx = values.Context(axes, options.bucket_bytes, None, born=born)
-        rest = convert.at_rest(ctx, ctx.settle(evaluate.run(ctx, program.jaxpr, consts, arrays), layouts))
-        return [offload.to_host(x) if kind else x for x, kind in zip(rest, kinds, strict=True)]
-
-    specs_ = [leaf.spec(axes.shard) for leaf in leaves.leaves]
-    run = open_region(options.mesh, axes, body, (P(), P()), specs_)
-    placed = sharding_axes.place_all("init", options.mesh, None, arrays, P(), axes)
-    consts = sharding_axes.place_all("init", options.mesh, None, program.consts, P(), axes)
-    stored = run(placed, consts) if sharding_axes.is_traced(placed) else jax.jit(run)(placed, consts)
-    return leaves.unflatten([wear(x, layout) for x, layout in zip(stored, layouts, strict=True)])
-
-
-@contextlib.contextmanager
-def _naming_boxes(options: Options, init_fn: Callable[..., Any], args: Any) -> Iterator[None]:
-    """Names the box with an axis that the mesh lacks: as Flax constrains its value, JAX names the axis alone."""
-    try:
-        yield
-    except ValueError:
-        out = None
-        with contextlib.suppress(Exception):  # it needs the mesh, or numbers
-            out = partition.trace(init_fn, *args).out
-        checks.parameters("init", options, out)
-        raise
-
-
-def _born_whole(options: Options, init_fn: Callable[..., Any], args: Any) -> Any:
-    with _naming_boxes(options, init_fn, args):
-        out = jax.eval_shape(init_fn, *args)
-    checks.parameters("init", options, out)
-    leaves = options.leaves(out, 1)
-    placed = leaves.unflatten([sharding_axes.written(options.mesh, x.spec(None), len(x.shape)) for x in leaves.leaves])
-    return jax.jit(init_fn, out_shardings=placed)(*args)
-
-
 def shard(options: Options, params: Any, call: str = "shard") -> Any:
     """Every leaf as it rests: replicated over the mesh, or at stage 3 cut."""
     outside(options, call)
-    axes, _ = options.context(call)
+    axes, _ = resolve_axes(options, call)
     checks.parameters(call, options, params)
-    leaves = options.leaves(params, axes.n)
-    if not sharding_axes.is_traced(params):
+    leaves = param_leaves(options, params, axes.n)
+    if not place.is_traced(params):
         processes.agree(call, options, processes.digests(params))
     out = []
     for leaf, x in zip(leaves.leaves, jax.tree.leaves(params, is_leaf=is_split), strict=True):
@@ -105,51 +37,51 @@ def shard(options: Options, params: Any, call: str = "shard") -> Any:
                     f"{call}: leaf {path_text(leaf.path)!r} is an EvenSplit, but at stage {options.stage} "
                     "parameters are whole. Expected a plain array. Fix: zero.gather it first."
                 )
-            kind = options.memory_kind("params", leaf.layout)
+            kind = memory_kind(options, "params", leaf.layout)
             out.append(_put(call, options, leaf.path, x, leaf.spec(None), axes.every, kind))
             continue
         if is_split(x):
-            _layout(call, options, leaf.path, x, axes, leaf.beside)
+            _layout(call, options, leaf.path, x, axes, leaf.other_axes)
         stored = _stored(call, options, leaf.path, x, leaf.layout, axes.every)
-        kind = options.memory_kind("params", leaf.layout)
+        kind = memory_kind(options, "params", leaf.layout)
         stored = _put(call, options, leaf.path, stored, leaf.layout.spec(axes.shard), axes.every, kind)
-        out.append(wear(stored, leaf.layout))
+        out.append(wrap_padded(stored, leaf.layout))
     return leaves.unflatten(out)
 
 
 def _stored(call: str, options: Options, path: Any, x: Any, layout: Layout, own: Sequence[str]) -> Any:
     if is_split(x) or layout.plain:
-        return bare(x)
+        return unwrap(x)
     sharding = getattr(jax.typeof(x) if isinstance(x, jax.core.Tracer) else x, "sharding", None)
     if isinstance(sharding, NamedSharding) and any(sharding.spec):
-        x = sharding_axes.place(call, options.mesh, path, x, partition_spec(layout.beside), own)
+        x = place.place(call, options.mesh, path, x, partition_spec(layout.other_axes), own)
     return collectives.stored(jnp.asarray(x), layout)
 
 
 def _put(call: str, options: Options, path: Any, x: Any, spec: P, own: Any, kind: str | None = None) -> Any:
     """`mesh.place`, and for a traced array on an Auto mesh a constraint: here the placement is the point."""
     if not isinstance(x, jax.core.Tracer):
-        return sharding_axes.place(call, options.mesh, path, x, spec, own, kind)
-    x = sharding_axes.place(call, options.mesh, path, offload.to_device(x), spec, own)
+        return place.place(call, options.mesh, path, x, spec, own, kind)
+    x = place.place(call, options.mesh, path, host.to_device(x), spec, own)
     if AxisType.Explicit not in options.mesh.axis_types:
         x = jax.lax.with_sharding_constraint(x, NamedSharding(options.mesh, spec))
-    return offload.to_host(x) if kind else x
+    return host.to_host(x) if kind else x
 
 
 def gather(options: Options, tree: Any) -> Any:
     """Every leaf whole and replicated; padding is cut off."""
-    axes, manual = options.context("gather")
+    axes, manual = resolve_axes(options, "gather")
     if manual:
         return _gather_inside(options, axes, tree)
-    leaves = options.leaves(tree, axes.n)
+    leaves = param_leaves(options, tree, axes.n)
     out = []
     for leaf, x in zip(leaves.leaves, jax.tree.leaves(tree, is_leaf=is_split), strict=True):
         if not is_split(x):
             out.append(_put("gather", options, leaf.path, x, leaf.spec(None), axes.every))
             continue
-        layout = _layout("gather", options, leaf.path, x, axes, leaf.beside)
-        value = offload.to_device(x.value) if isinstance(x.value, jax.core.Tracer) else x.value
-        value = sharding_axes.place("gather", options.mesh, leaf.path, value, layout.spec(axes.shard), axes.every)
+        layout = _layout("gather", options, leaf.path, x, axes, leaf.other_axes)
+        value = host.to_device(x.value) if isinstance(x.value, jax.core.Tracer) else x.value
+        value = place.place("gather", options.mesh, leaf.path, value, layout.spec(axes.shard), axes.every)
         out.append(_gather_one(options.mesh, axes, layout)(value))
     return leaves.unflatten(out)
 
@@ -157,7 +89,7 @@ def gather(options: Options, tree: Any) -> Any:
 @functools.lru_cache(maxsize=512)
 def _gather_one(mesh_: Any, axes: Axes, layout: Layout) -> Callable[[Any], Any]:
     whole = lambda x: collectives.all_gather([x], [layout], axes.hops, bucket_bytes=None)[0]
-    return jax.jit(open_region(mesh_, axes, whole, layout.spec(axes.shard), partition_spec(layout.beside)))
+    return jax.jit(open_region(mesh_, axes, whole, layout.spec(axes.shard), partition_spec(layout.other_axes)))
 
 
 def _gather_inside(options: Options, axes: Axes, tree: Any) -> Any:
@@ -168,8 +100,8 @@ def _gather_inside(options: Options, axes: Axes, tree: Any) -> Any:
             "Expected the global view. Fix: return the tree with out_specs=zero.specs(tree) and gather "
             "it outside."
         )
-    leaves = options.leaves(tree, axes.n, shares=True)
-    out = [bare(x) for x in jax.tree.leaves(tree, is_leaf=is_split)]
+    leaves = param_leaves(options, tree, axes.n, shares=True)
+    out = [unwrap(x) for x in jax.tree.leaves(tree, is_leaf=is_split)]
     cut = [i for i, leaf in enumerate(leaves.leaves) if leaf.layout is not None]
     whole = collectives.all_gather(
         [out[i] for i in cut],
@@ -184,11 +116,11 @@ def _gather_inside(options: Options, axes: Axes, tree: Any) -> Any:
 
 def specs(options: Options, tree: Any) -> Any:
     """The spec of each array: that of its sharding, or by its stored shape."""
-    axes, _ = options.context("specs")
+    axes, _ = resolve_axes(options, "specs")
 
     def spec(path: Any, x: Any) -> Any:
         if is_split(x):
-            layout = _layout("specs", options, path, x, axes, options.beside(path, x))
+            layout = _layout("specs", options, path, x, axes, other_axes(options, path, x))
             return EvenSplit(only(layout.spec(axes.shard), axes.every), x.shape)
         sharding = None if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None)
         if isinstance(sharding, NamedSharding) and axes.n > 1:  # over one device JAX drops the axis
@@ -206,10 +138,10 @@ def specs(options: Options, tree: Any) -> Any:
     return jax.tree_util.tree_map_with_path(spec, tree, is_leaf=is_split)
 
 
-def _layout(call: str, options: Options, path: Any, x: EvenSplit, axes: Axes, beside: Beside) -> Layout:
+def _layout(call: str, options: Options, path: Any, x: EvenSplit, axes: Axes, other_axes: OtherAxes) -> Layout:
     """The layout of an `EvenSplit`; refuses one that was split for another mesh."""
     lead = x.value.ndim - 1 if hasattr(x.value, "ndim") else 0
-    layout = even_split(x.shape, axes.n, leading(options.stacked, path) if beside else lead, beside=beside)
+    layout = even_split(x.shape, axes.n, leading(options.stacked, path) if other_axes else lead, other_axes=other_axes)
     if layout is None or layout.plain or tuple(x.value.shape) != layout.stored_shape:
         wanted = "a plain array" if layout is None or layout.plain else layout.stored_shape
         raise ValueError(
@@ -231,7 +163,7 @@ def _written(spec: PartitionSpec, axes: Axes) -> PartitionSpec:
 
 def outside(options: Options, call: str) -> None:
     """Refuses a call inside a user's `shard_map`."""
-    _, manual = options.context(call)
+    _, manual = resolve_axes(options, call)
     if manual:
         raise ValueError(
             f"{call}: called inside shard_map. Expected the global view. Fix: call it outside and pass its result in."

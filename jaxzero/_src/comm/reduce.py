@@ -14,16 +14,17 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..sharding.axes import Axes, cast
-from ..sharding.layout import Beside, Layout
+from ..sharding.axes import Axes
+from ..sharding.layout import Layout, OtherAxes
 from ..sharding.options import Options
+from ..sharding.vma import cast
 from . import collectives
 
 Array = jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
-class Mean:
+class GradReducer:
     """How sums over devices and micro-steps become means.
 
     Attributes:
@@ -72,25 +73,25 @@ class Mean:
         mean = (x if before == 1 else x * before) / jnp.where(total == 0, 1, total)
         return jnp.where(total == 0, jnp.zeros_like(mean), mean).astype(dtype)
 
-    def first_hop(self, local: Sequence[Array], layouts: Sequence[Layout]) -> list[Array]:
+    def reduce_scatter_shares(self, local: Sequence[Array], layouts: Sequence[Layout]) -> list[Array]:
         """Full local gradients -> this device's share of their sum over the shard axis (reduce-scatter)."""
         sent = [self.send(x) for x in local]
         return collectives.reduce_scatter(sent, layouts, self.axes.hops, bucket_bytes=self.options.bucket_bytes)
 
-    def second_hop(
+    def all_reduce_replicas(
         self, shares: Sequence[Array], layouts: Sequence[Layout], dtypes: Sequence[Any], weight: Array | None = None
     ) -> list[Array]:
         """Shares that are sums over the shard axis -> the mean: one all-reduce over the replica axis."""
         if self.axes.replica:
             # Sums over micro-steps may be wider than the wire.
             shares = [x.astype(self.wire(dtype)) for x, dtype in zip(shares, dtypes, strict=True)]
-            shares = self._sum(shares, self.axes.replica, [layout.beside for layout in layouts])
+            shares = self._sum(shares, self.axes.replica, [layout.other_axes for layout in layouts])
         return [self.receive(x, dtype, weight) for x, dtype in zip(shares, dtypes, strict=True)]
 
-    def sliced_hop(self, local: Sequence[Array], layouts: Sequence[Layout]) -> list[Array]:
+    def all_reduce_then_slice(self, local: Sequence[Array], layouts: Sequence[Layout]) -> list[Array]:
         """The first hop of stage 1: an all-reduce over the shard axis, then a slice."""
         sent = [self.send(x) for x in local]
-        whole = self._sum(sent, self.axes.shard, [layout.beside for layout in layouts])
+        whole = self._sum(sent, self.axes.shard, [layout.other_axes for layout in layouts])
         index = lax.axis_index(self.axes.shard)
         return [collectives.share(x, layout, index) for x, layout in zip(whole, layouts, strict=True)]
 
@@ -99,16 +100,16 @@ class Mean:
         local: Sequence[Array],
         dtypes: Sequence[Any],
         weights: Sequence[Array | None] | None = None,
-        beside: Sequence[Beside] | None = None,
+        other_axes: Sequence[OtherAxes] | None = None,
     ) -> list[Array]:
         """The mean over devices of local values; every device gets all of it (one all-reduce per bucket)."""
         weights = [None] * len(local) if weights is None else weights
         sent = [self.send(x, dtype) for x, dtype in zip(local, dtypes, strict=True)]
-        done = self._sum(sent, self.axes.every, beside)
+        done = self._sum(sent, self.axes.every, other_axes)
         return [self.receive(x, dtype, w) for x, dtype, w in zip(done, dtypes, weights, strict=True)]
 
-    def _sum(self, sent: Sequence[Array], axes: tuple[str, ...], beside: Sequence[Beside] | None) -> list[Array]:
-        return collectives.all_reduce(sent, axes, bucket_bytes=self.options.bucket_bytes, beside=beside)
+    def _sum(self, sent: Sequence[Array], axes: tuple[str, ...], other_axes: Sequence[OtherAxes] | None) -> list[Array]:
+        return collectives.all_reduce(sent, axes, bucket_bytes=self.options.bucket_bytes, other_axes=other_axes)
 
     def total(self, weight: Array) -> Array:
         """The sum of the weights of all devices; never narrow."""
@@ -131,14 +132,14 @@ def mean_shares(local: Sequence[Array], layouts: Sequence[Layout], axes: Axes, o
     Stage 1 all-reduces and slices, stages 2 and 3 reduce-scatter over the shard axis; then comes one
     all-reduce of the share over the replica axis.
     """
-    mean = Mean(axes, options)
-    first = mean.sliced_hop if options.stage == 1 else mean.first_hop
-    return mean.second_hop(first(local, layouts), layouts, [x.dtype for x in local])
+    mean = GradReducer(axes, options)
+    first = mean.all_reduce_then_slice if options.stage == 1 else mean.reduce_scatter_shares
+    return mean.all_reduce_replicas(first(local, layouts), layouts, [x.dtype for x in local])
 
 
-def mean_whole(local: Sequence[Array], beside: Sequence[Beside], axes: Axes, options: Options) -> list[Array]:
+def mean_whole(local: Sequence[Array], other_axes: Sequence[OtherAxes], axes: Axes, options: Options) -> list[Array]:
     """The mean over devices of local values; every device gets all of it."""
-    return Mean(axes, options).whole(local, [x.dtype for x in local], beside=beside)
+    return GradReducer(axes, options).whole(local, [x.dtype for x in local], other_axes=other_axes)
 
 
 def _narrow(dtype: Any) -> bool:

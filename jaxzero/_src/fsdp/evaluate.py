@@ -12,19 +12,21 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..comm import collectives
-from ..comm.reduce import Mean
+from ..comm.reduce import GradReducer
 from ..jaxpr.bind import bind
 from ..jaxpr.compat import scan_parts
 from ..jaxpr.flat import Known, Step, Var
-from ..optimizer.offload import on_host, to_device
-from ..sharding.axes import cast
+from ..sharding.host import on_host, to_device
 from ..sharding.leaves import is_key
+from ..sharding.vma import cast
 from . import gradient_terms, varying
-from .gathers import Slot, Unit
+from .gathers import Gather, GatheredParam
 from .schedule import Scan, Schedule
 
 
-def evaluate(schedule: Schedule, args: Sequence[Any], mean: Mean, typed: bool) -> tuple[list[Any], dict[int, Any]]:
+def evaluate(
+    schedule: Schedule, args: Sequence[Any], mean: GradReducer, typed: bool
+) -> tuple[list[Any], dict[int, Any]]:
     """Runs a planned program on one device.
 
     Args:
@@ -37,36 +39,41 @@ def evaluate(schedule: Schedule, args: Sequence[Any], mean: Mean, typed: bool) -
       The results (`None` for gradients and views), and the gradients: sums over the shard axis of this
       device's share, by position; a gradient that is zero is missing.
     """
-    return _Evaluation(schedule, args, mean, varying, {}).run()
+    return _Evaluation(schedule, args, mean, typed, {}).run()
 
 
 class _Evaluation:
     def __init__(
-        self, schedule: Schedule, args: Sequence[Any], mean: Mean, typed: bool, secondary: dict[Unit, Any]
+        self,
+        schedule: Schedule,
+        args: Sequence[Any],
+        mean: GradReducer,
+        typed: bool,
+        node_shards: dict[GatheredParam, Any],
     ) -> None:
-        self.plan, self.mean, self.axes, self.typed = schedule, mean, mean.axes, varying
+        self.plan, self.mean, self.axes, self.typed = schedule, mean, mean.axes, typed
         self.local_again = mean.options.regather == "local" and len(mean.axes.hops) > 1
         # What the backward pass gathers from inside its node: of one layer, and of all layers of a scan.
-        self.secondary = {u: x for u, x in secondary.items() if x.ndim == len(self.axes.hops) + 1}
-        self.stacked = {u: x for u, x in secondary.items() if u not in self.secondary}
-        self.near: set[Slot] = set()
+        self.node_shards = {u: x for u, x in node_shards.items() if x.ndim == len(self.axes.hops) + 1}
+        self.stacked = {u: x for u, x in node_shards.items() if u not in self.node_shards}
+        self.intra_node: set[Gather] = set()
         values = [self._type(x) for x in args]
         self.env: dict[Var, Any] = dict(zip(schedule.flat.inputs, values, strict=True))
-        self.tied: dict[Slot, list[Any]] = {}
-        self.whole: dict[Slot, dict[Unit, Any]] = {}
+        self.wait_for_step: dict[Gather, list[Any]] = {}
+        self.whole: dict[Gather, dict[GatheredParam, Any]] = {}
         self.grads: dict[int, Any] = {}
         self.local: dict[int, Any] = {}
         self.left = dict(schedule.sinks.count)
-        self.flying: list[int] = []
+        self.in_flight: list[int] = []
         self.fresh: list[int] = []
         self.zeros: set[Any] = set()
 
     def run(self) -> tuple[list[Any], dict[int, Any]]:
         flat, plan = self.plan.flat, self.plan
-        ties: dict[int, list[Slot]] = {}
+        ties: dict[int, list[Gather]] = {}
         for slot in plan.slots:
-            if slot.tied is not None:
-                ties.setdefault(slot.tied, []).append(slot)
+            if slot.wait_for_step is not None:
+                ties.setdefault(slot.wait_for_step, []).append(slot)
         for position, x in plan.sinks.constants:
             self._reduce([position], [self._type(jnp.asarray(x))])
         for v in flat.inputs:
@@ -88,7 +95,7 @@ class _Evaluation:
             self._absorb(v, late=True)
         # The last ones have nothing after them to land before. Where a reduction is an all-reduce and a cut, as on TPU,
         # the cut would be fused into the optimizer's step, and the whole sum kept until then.
-        self.grads.update((p, lax.optimization_barrier(self.grads[p])) for p in dict.fromkeys(self.flying))
+        self.grads.update((p, lax.optimization_barrier(self.grads[p])) for p in dict.fromkeys(self.in_flight))
         return outs, self.grads
 
     # --- operands ---
@@ -96,7 +103,7 @@ class _Evaluation:
     def _type(self, x: Any) -> Any:
         return cast(x, self.axes.every) if self.typed else x
 
-    def _operands(self, step: Step, slots: Sequence[Slot]) -> list[Any]:
+    def _operands(self, step: Step, slots: Sequence[Gather]) -> list[Any]:
         """The data of a step, in one barrier with what has to wait for it or to be over before it.
 
         The shares of `slots` wait for the data. Whole gradients on their way land before the next is made, and
@@ -112,38 +119,38 @@ class _Evaluation:
             starts = [self._type(jnp.zeros((), aval.dtype)) for aval in zeros.values()]
             before = [v for v in (use.outs if use else ()) if v in self.env]
             data = [*(None if i in zeros else x for i, x in enumerate(ins)), *(self.env[v] for v in before)]
-            data, (shares, starts) = self._settle(data, (shares, starts), self.plan.flying)
+            data, (shares, starts) = self._settle(data, (shares, starts), self.plan.in_flight)
             self.env.update(zip(before, data[len(ins) :], strict=True))
             ins = data[: len(ins)]
             for (i, aval), x in zip(zeros.items(), starts, strict=True):
                 ins[i] = jnp.full(aval.shape, x)
-        self.tied.update(zip(slots, shares, strict=True))
+        self.wait_for_step.update(zip(slots, shares, strict=True))
         return ins
 
-    def _settle(self, data: Sequence[Any], later: Any, flying: int) -> tuple[list[Any], Any]:
+    def _settle(self, data: Sequence[Any], later: Any, in_flight: int) -> tuple[list[Any], Any]:
         """A barrier: `later` waits for `data`, and both for all gradients but the last `flying` that are whole."""
-        count = max(len(self.flying) - flying, 0)
-        landed = list(dict.fromkeys(self.flying[:count]))
+        count = max(len(self.in_flight) - in_flight, 0)
+        landed = list(dict.fromkeys(self.in_flight[:count]))
         made = [p for p in dict.fromkeys(self.fresh) if p in self.local]
-        self.flying, self.fresh = self.flying[count:], []
+        self.in_flight, self.fresh = self.in_flight[count:], []
         gradients = [self.grads[p] for p in landed], [self.local[p] for p in made]
         out, (later, (shares, sums)) = _barrier(data, (later, gradients))
         self.grads.update(zip(landed, shares, strict=True))
         self.local.update(zip(made, sums, strict=True))
         return out, later
 
-    def _shares(self, slot: Slot) -> list[Any]:
-        if slot.late and all(u in self.secondary for u in slot.units):
-            self.near.add(slot)
-            return [self.secondary[u] for u in slot.units]
+    def _shares(self, slot: Gather) -> list[Any]:
+        if slot.late and all(u in self.node_shards for u in slot.units):
+            self.intra_node.add(slot)
+            return [self.node_shards[u] for u in slot.units]
         shares = [(self.env[u.source], u.dtype) for u in slot.units]
         # One on the host waits there, as it is.
         return [x if on_host(x) else lax.convert_element_type(x, dtype) for x, dtype in shares]
 
-    def _gathered(self, number: int, unit: Unit) -> Any:
+    def _gathered(self, number: int, unit: GatheredParam) -> Any:
         slot = self.plan.uses[number][unit]
         if slot not in self.whole:
-            shares = self.tied.pop(slot, []) or self._shares(slot)
+            shares = self.wait_for_step.pop(slot, []) or self._shares(slot)
             rows = zip(shares, slot.units, strict=True)
             done = self._gather(slot, [lax.convert_element_type(to_device(x), u.dtype) for x, u in rows])
             if slot.large:
@@ -155,14 +162,14 @@ class _Evaluation:
             self.whole[slot] = dict(zip(slot.units, done, strict=True))
         return self.whole[slot][unit]
 
-    def _gather(self, slot: Slot, shares: list[Any]) -> list[Any]:
+    def _gather(self, slot: Gather, shares: list[Any]) -> list[Any]:
         layouts = [self.plan.layouts[u.source] for u in slot.units]
         if not self.local_again:
             return collectives.all_gather(shares, layouts, self.axes.hops, bucket_bytes=collectives.NO_LIMIT)
-        if slot not in self.near:
-            shares = [self._type(x) for x in collectives.gather_far(shares, layouts, self.axes.hops)]
-            self.secondary.update(zip(slot.units, shares, strict=True))
-        return collectives.gather_near(shares, layouts, self.axes.hops)
+        if slot not in self.intra_node:
+            shares = [self._type(x) for x in collectives.gather_inter_node(shares, layouts, self.axes.hops)]
+            self.node_shards.update(zip(slot.units, shares, strict=True))
+        return collectives.gather_intra_node(shares, layouts, self.axes.hops)
 
     def _with_views(self, number: int, step: Step, ins: list[Any]) -> list[Any]:
         if step.eqn is None:
@@ -201,27 +208,29 @@ class _Evaluation:
         stores = {i: jnp.full((params["length"], *shape), zero, dtype) for i, (shape, dtype) in self._sunk(scan)}
 
         given = self._given(scan)
-        made: list[Unit] = []
+        made: list[GatheredParam] = []
 
         def body(carries: Any, xs: Any) -> Any:
-            (c, stores), (number, x, near) = carries, xs
-            inner = dict(zip(given, near, strict=True))
+            (c, stores), (number, x, intra_node) = carries, xs
+            inner = dict(zip(given, intra_node, strict=True))
             evaluation = _Evaluation(scan.body, [*consts, *c, *x], self.mean, self.typed, inner)
             outs, grads = evaluation.run()
-            left = evaluation.secondary | evaluation.stacked
+            left = evaluation.node_shards | evaluation.stacked
             made[:] = [u for u in left if u.source in scan.outer and u not in given]
             kept = [y for i, y in enumerate(outs[count:], count) if i not in scan.body.lazy and i not in stores]
             # Together, so that no whole gradient waits for the next turn: XLA would pipeline its reduction.
             out, grads = _barrier([jnp.asarray(y) for y in outs[:count]], grads)
             put = lambda i: lax.dynamic_update_index_in_dim(stores[i], grads[i], number, 0)
-            far = [left[u] for u in made]
-            return (out, {i: put(i) if i in grads else stores[i] for i in stores}), (kept, far)
+            inter_node = [left[u] for u in made]
+            return (out, {i: put(i) if i in grads else stores[i] for i in stores}), (kept, inter_node)
 
         keywords = {k: params[k] for k in ("reverse", "unroll", "length")}
         numbers = self._type(jnp.arange(params["length"]))
         scanned = (numbers, xs, list(given.values()))
-        (carry, stores), (ys, far) = lax.scan(body, (carry, stores), scanned, **keywords)
-        self.stacked.update((Unit(scan.outer[u.source], u.dtype), x) for u, x in zip(made, far, strict=True))
+        (carry, stores), (ys, inter_node) = lax.scan(body, (carry, stores), scanned, **keywords)
+        self.stacked.update(
+            (GatheredParam(scan.outer[u.source], u.dtype), x) for u, x in zip(made, inter_node, strict=True)
+        )
         rest = iter(ys)
         skipped = scan.body.lazy | stores.keys()
         stacked = [None if i in skipped else next(rest) for i in range(count, len(step.outs))]
@@ -229,10 +238,10 @@ class _Evaluation:
             self._add(position, stores[i])
         return [*carry, *stacked]
 
-    def _given(self, scan: Scan) -> dict[Unit, Any]:
+    def _given(self, scan: Scan) -> dict[GatheredParam, Any]:
         """What the forward scan left of the parameters that the body of a backward one gathers, by unit of the body."""
         late = [u for slot in scan.body.slots if slot.late for u in slot.units if u.source in scan.outer]
-        known = {u: Unit(scan.outer[u.source], u.dtype) for u in late}
+        known = {u: GatheredParam(scan.outer[u.source], u.dtype) for u in late}
         return {u: self.stacked[outer] for u, outer in known.items() if outer in self.stacked}
 
     def _sunk(self, scan: Scan) -> Iterator[tuple[int, Any]]:
@@ -273,7 +282,7 @@ class _Evaluation:
         done = collectives.reduce_scatter(sent, layouts, self.axes.hops, bucket_bytes=collectives.NO_LIMIT)
         for position, x in zip(positions, done, strict=True):
             self._add(position, x)
-        self.flying.append(positions[0])
+        self.in_flight.append(positions[0])
 
     def _add(self, position: int, x: Any) -> None:
         before = self.grads.get(position)

@@ -16,7 +16,7 @@ from ..sharding.options import Options
 
 
 @dataclasses.dataclass(frozen=True)
-class Unit:
+class GatheredParam:
     """A parameter in the dtype in which it travels."""
 
     source: Var
@@ -24,7 +24,7 @@ class Unit:
 
 
 @dataclasses.dataclass(eq=False)
-class Slot:
+class Gather:
     """One gather: what it brings, and the step before which it happens.
 
     Attributes:
@@ -36,22 +36,22 @@ class Slot:
       keep: Whether what it brings is used again after another large gather.
     """
 
-    units: list[Unit]
+    units: list[GatheredParam]
     step: int
     large: bool
     late: bool
-    tied: int | None = None
+    wait_for_step: int | None = None
     keep: bool = False
 
 
 def gathers(
-    uses: Sequence[tuple[int, Unit]],
-    size: Mapping[Unit, int],
+    uses: Sequence[tuple[int, GatheredParam]],
+    size: Mapping[GatheredParam, int],
     regions: Sequence[int | None],
     end: int,
     options: Options,
     scans: Mapping[int, int],
-) -> tuple[list[Slot], dict[int, dict[Unit, Slot]]]:
+) -> tuple[list[Gather], dict[int, dict[GatheredParam, Gather]]]:
     """Decides which gather serves each use.
 
     Args:
@@ -65,17 +65,17 @@ def gathers(
     Returns:
       The gathers in order, and by step and unit the gather that serves it.
     """
-    slots: list[Slot] = []
-    served: dict[int, dict[Unit, Slot]] = {}
+    slots: list[Gather] = []
+    served: dict[int, dict[GatheredParam, Gather]] = {}
     limit = options.chunk_bytes or 0
     small = {u for u in size if size[u] <= options.persist_bytes or size[u] < limit}
 
-    def span(i: int, u: Unit) -> Any:
+    def span(i: int, u: GatheredParam) -> Any:
         """For how long a small parameter stays."""
         return "always" if size[u] <= options.persist_bytes else i > end
 
-    chunks: dict[Any, list[Unit]] = {}
-    member: dict[Any, list[Unit]] = {}
+    chunks: dict[Any, list[GatheredParam]] = {}
+    member: dict[Any, list[GatheredParam]] = {}
     for i, u in uses:
         key = (u, span(i, u))
         if u not in small or key in member:
@@ -86,8 +86,8 @@ def gathers(
             chunk = chunks[kind] = []
         chunk.append(u)
         member[key] = chunk
-    there: dict[Any, Slot] = {}
-    recent: Slot | None = None
+    there: dict[Any, Gather] = {}
+    recent: Gather | None = None
     last = 0
     for i, u in uses:
         # With no prefetch nothing lasts from the forward into the backward pass either: what the loss makes of the
@@ -100,14 +100,14 @@ def gathers(
             units = member[u, span(i, u)]
             slot = there.get(id(units))
             if slot is None:
-                slot = there[id(units)] = Slot(units, i, False, i > end)
+                slot = there[id(units)] = Gather(units, i, False, i > end)
                 slots.append(slot)
         else:
             slot = there.get((region, u)) if region is not None else None
             if slot is None and recent is not None and recent.units[0] == u:
                 slot = recent
             if slot is None:
-                slot = Slot([u], i, True, i > end, keep=region is not None)
+                slot = Gather([u], i, True, i > end, keep=region is not None)
                 slots.append(slot)
                 if region is not None:
                     there[region, u] = slot
@@ -117,16 +117,16 @@ def gathers(
     return slots, served
 
 
-def _tie(slots: list[Slot], prefetch: int, scans: Mapping[int, int]) -> None:
+def _tie(slots: list[Gather], prefetch: int, scans: Mapping[int, int]) -> None:
     """Each gather waits for the data of the use `prefetch` large gathers before it, and for scans before it."""
     large = [s for s in slots if s.large]
     before = 0
     for slot in slots:
         if prefetch == 0:
-            slot.tied = slot.step
+            slot.wait_for_step = slot.step
         elif before:
-            slot.tied = large[max(before - prefetch, 0)].step
-        crossed = [read for scan, read in scans.items() if (slot.tied or 0) <= scan < slot.step]
+            slot.wait_for_step = large[max(before - prefetch, 0)].step
+        crossed = [read for scan, read in scans.items() if (slot.wait_for_step or 0) <= scan < slot.step]
         if slot.large and crossed:
-            slot.tied = min(max(crossed), slot.step)
+            slot.wait_for_step = min(max(crossed), slot.step)
         before += slot.large

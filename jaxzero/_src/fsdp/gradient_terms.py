@@ -20,7 +20,7 @@ _SUMS = {"add_any", "add"}
 
 
 @dataclasses.dataclass(eq=False)
-class Sinks:
+class GradientTerms:
     """The terms of every gradient of one flat program.
 
     Attributes:
@@ -38,20 +38,20 @@ class Sinks:
     constants: list[tuple[int, Any]]
 
 
-def find(flat: Flat, layouts: Mapping[int, Layout]) -> Sinks:
+def find(flat: Flat, layouts: Mapping[int, Layout]) -> GradientTerms:
     """Finds the terms of the results at the positions of `layouts`."""
     makers = {v: step for step in flat.steps for v in step.outs}
     users: dict[Var, int] = {}
     for x in [*(x for step in flat.steps for x in step.ins), *flat.outs]:
         if isinstance(x, Var):
             users[x] = users.get(x, 0) + 1
-    sinks = Sinks({}, {}, set(), dict.fromkeys(layouts, 0), [])
+    sinks = GradientTerms({}, {}, set(), dict.fromkeys(layouts, 0), [])
     for position, layout in layouts.items():
         _follow(flat.outs[position], position, layout, makers, users, sinks)
     return sinks
 
 
-def _follow(atom: Atom, position: int, layout: Layout, makers: Any, users: Any, sinks: Sinks) -> None:
+def _follow(atom: Atom, position: int, layout: Layout, makers: Any, users: Any, sinks: GradientTerms) -> None:
     pending = [atom]
     while pending:
         x = pending.pop()

@@ -1,6 +1,7 @@
 """What a loss does with its parameters: order of first use, stacked leaves, unused leaves."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -8,14 +9,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .. import partition
+from .._text import path_text
+from ..jaxpr import trace
 from ..jaxpr.compat import open_program, scan_parts
 from ..jaxpr.flat import Flat, Var, flatten
-from ..optimizer import checks
-from ..sharding.axes import for_losses, path_text
+from ..sharding import checks
+from ..sharding.axes import for_losses
 from ..sharding.flax_boxes import opened
 from ..sharding.leaves import Leaves, leaves_of
-from ..sharding.options import Options
+from ..sharding.options import Options, other_axes, resolve_axes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,16 +74,18 @@ def observe(
     options: Options, loss_fn: Callable[..., Any], params: Any, batch: Sequence[Any], whole: Sequence[int]
 ) -> tuple[Observed, Stacked]:
     """Traces the loss, abstractly, and reads the trace."""
-    axes, manual = options.context("observe")
+    axes, manual = resolve_axes(options, "observe")
     checks.parameters("observe", options, params)
-    leaves = leaves_of(params, axes.n, None, options.beside, shares=manual and options.stage == 3)
+    leaves = leaves_of(
+        params, axes.n, None, functools.partial(other_axes, options), shares=manual and options.stage == 3
+    )
     known = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves.leaves]
     count = 1 if manual else axes.n * axes.r
     counts = (1 if i in whole else count for i in range(1, len(batch) + 1))
     local = [jax.tree.map(lambda x, n=n: _local(x, n), b) for n, b in zip(counts, batch, strict=True)]
     env = list(zip(axes.every, axes.sizes, strict=True))
     loss = lambda p, b: loss_fn(opened(leaves.unflatten(p)), *b)
-    program = partition.trace(loss, known, local, axis_env=env, mesh=for_losses(options.mesh, axes))
+    program = trace.trace(loss, known, local, axis_env=env, mesh=for_losses(options.mesh, axes))
     flat = flatten(program.jaxpr, program.consts)
     inputs = dict(zip(flat.inputs[: len(known)], range(len(known)), strict=True))
     order: dict[int, None] = {}

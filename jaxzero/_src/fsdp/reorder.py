@@ -40,7 +40,7 @@ def find(flat: Flat, terms: Mapping[Var, Sequence[int]], large: Callable[[int], 
     return makers
 
 
-def postpone(flat: Flat, makers: Mapping[Step, Sequence[Step]], uses: Sequence[Step]) -> dict[Step, Step]:
+def defer_wgrads(flat: Flat, makers: Mapping[Step, Sequence[Step]], uses: Sequence[Step]) -> dict[Step, Step]:
     """Moves each maker behind the next use of a large parameter that reads the same data.
 
     Args:

@@ -11,14 +11,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ..jaxpr.calls import nbytes
 from ..jaxpr.compat import open_program, scan_parts
-from ..jaxpr.flat import Atom, Flat, Step, Var, flatten, nbytes
+from ..jaxpr.flat import Atom, Flat, Step, Var, flatten
 from ..sharding.layout import Layout
 from ..sharding.options import Options
 from . import gradient_terms, reorder
 from . import views as fsdp_views
-from .gathers import Slot, Unit, gathers
-from .gradient_terms import Sinks
+from .gathers import Gather, GatheredParam, gathers
+from .gradient_terms import GradientTerms
 from .views import View
 
 
@@ -64,15 +65,15 @@ class Schedule:
     flat: Flat
     layouts: dict[Var, Layout]
     views: dict[Var, View]
-    sinks: Sinks
+    sinks: GradientTerms
     grads: dict[int, Layout]
     groups: dict[int, list[int]]
     makers: dict[Step, Step | None]
     scans: dict[Step, Scan]
-    slots: list[Slot]
-    uses: dict[int, dict[Unit, Slot]]
+    slots: list[Gather]
+    uses: dict[int, dict[GatheredParam, Gather]]
     lazy: set[int]
-    flying: int
+    in_flight: int
     fills: dict[Step, Var] = dataclasses.field(default_factory=dict)
 
     def passive(self, step: Step) -> bool:
@@ -82,9 +83,9 @@ class Schedule:
         views = all(v in self.views for v in step.outs)  # a step without results, a print, is none
         return step.eqn is not None and bool(step.outs) and views
 
-    def unit(self, view: View) -> Unit:
+    def unit(self, view: View) -> GatheredParam:
         """What has to be gathered for a view."""
-        return Unit(view.source, jnp.dtype(view.dtype(view.source.aval.dtype)))
+        return GatheredParam(view.source, jnp.dtype(view.dtype(view.source.aval.dtype)))
 
 
 def plan(
@@ -227,7 +228,7 @@ def _late_gradients(schedule: Schedule, options: Options) -> None:
         for step, tail in reorder.find(flat, schedule.sinks.terms, large).items()
         if step not in uses and step not in schedule.scans
     }
-    schedule.makers = dict.fromkeys(makers) | reorder.postpone(flat, makers, uses)
+    schedule.makers = dict.fromkeys(makers) | reorder.defer_wgrads(flat, makers, uses)
 
 
 def _reductions(schedule: Schedule, options: Options) -> None:

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..jaxpr.bind import bind
+from ..jaxpr.calls import CALLS
 from ..jaxpr.compat import Literal, open_program, scan_parts
-from ..jaxpr.flat import CALLS
 
 #: Casts that a trace left: here every value has the type already; axes that are not manual are the compiler's.
 _CASTS = {"pvary", "pcast", "reshard"}

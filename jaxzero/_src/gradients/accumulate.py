@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..sharding.axes import Axes, cast
+from ..sharding.axes import Axes
 from ..sharding.leaves import is_key
+from ..sharding.vma import cast
 from .batch import Argument
 
 

@@ -9,8 +9,10 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from ..sharding.axes import Axes, path_text, varying
+from .._text import path_text
+from ..sharding.axes import Axes
 from ..sharding.leaves import is_key
+from ..sharding.vma import varying
 
 
 @dataclasses.dataclass(frozen=True)

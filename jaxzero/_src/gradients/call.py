@@ -9,12 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from ..optimizer import checks, offload
+from .._text import path_text
+from ..jaxpr import trace
+from ..optimizer import checks as optimizer_checks
 from ..sharding import axes as sharding_axes
-from ..sharding.axes import Axes, path_text
+from ..sharding import checks, host
+from ..sharding import place as sharding_place
+from ..sharding.axes import Axes
 from ..sharding.layout import is_split
-from ..sharding.leaves import Leaves, bare
-from ..sharding.options import Options
+from ..sharding.leaves import Leaves, unwrap
+from ..sharding.options import Options, memory_kind, param_leaves, resolve_axes
 from ..sharding.regions import open_region
 from . import batch as gradients_batch
 from .batch import Arguments
@@ -23,7 +27,7 @@ P = PartitionSpec
 
 
 @dataclasses.dataclass(frozen=True)
-class Setting:
+class CallSpec:
     """Everything about a call but its arrays: equal settings share one compiled program.
 
     Attributes:
@@ -91,7 +95,7 @@ class Setting:
 
     def fetched(self, params: Sequence[Any]) -> Sequence[Any]:
         """Parameters on the device where they are whole; shares stay until they are gathered."""
-        return params if self.split else [offload.to_device(x) for x in params]
+        return params if self.split else [host.to_device(x) for x in params]
 
     def region(self, body: Callable[..., Any], in_specs: Any, out_specs: Any, *, told: bool = True) -> Any:
         """The one region without the type check: that in which a user's function runs.
@@ -107,7 +111,7 @@ def wrap(
     options: Options,
     whole_argnums: Sequence[int],
     fold_keys: bool,
-    run: Callable[[Setting, Sequence[Any], Sequence[Any]], Any],
+    run: Callable[[CallSpec, Sequence[Any], Sequence[Any]], Any],
     steps: int = 1,
 ) -> Callable[..., Any]:
     """A function of parameters and batch that checks and places them and hands their arrays to `run`.
@@ -128,18 +132,18 @@ def wrap(
     compiled: dict[Any, Any] = {}
 
     def wrapped(params: Any, *batch: Any) -> Any:
-        axes, manual = options.context(call)
-        traced = manual or sharding_axes.is_traced((params, batch))
+        axes, manual = resolve_axes(options, call)
+        traced = manual or sharding_place.is_traced((params, batch))
         arguments, arrays = gradients_batch.sort_arguments(batch, whole_argnums, fold_keys, traced, call)
         leaves = _parameters(call, params, axes, options, manual)
-        setting = Setting(options, axes, manual, leaves, arguments, steps)
+        setting = CallSpec(options, axes, manual, leaves, arguments, steps)
         flat = jax.tree.leaves(params)
         gradients_batch.check_divides(arguments.arrays, arrays, (1, 1) if manual else (axes.n, axes.r), steps, call)
         if not manual:
             flat, arrays = _placed(call, setting, flat, arrays)
         if traced:
             return run(setting, flat, arrays)
-        key = (setting, sharding_axes.x64())
+        key = (setting, trace.x64())
         if key not in compiled:
             compiled[key] = jax.jit(lambda p, b: run(setting, p, b))
         return compiled[key](flat, arrays)
@@ -150,7 +154,7 @@ def wrap(
 def _parameters(call: str, params: Any, axes: Axes, options: Options, manual: bool) -> Leaves:
     checks.parameters(call, options, params)
     split = options.stage == 3
-    leaves = options.leaves(params, axes.n, shares=split and manual)
+    leaves = param_leaves(options, params, axes.n, shares=split and manual)
     for leaf, x in zip(leaves.leaves, jax.tree.leaves(params, is_leaf=is_split), strict=True):
         if is_split(x) and not split:
             raise ValueError(
@@ -160,19 +164,19 @@ def _parameters(call: str, params: Any, axes: Axes, options: Options, manual: bo
         if not split or leaf.layout is None:
             continue
         wanted = leaf.layout.local_shape if manual else leaf.layout.stored_shape
-        if is_split(x) == leaf.layout.plain or np.shape(bare(x)) != wanted:
+        if is_split(x) == leaf.layout.plain or np.shape(unwrap(x)) != wanted:
             raise ValueError(
-                f"{call}: parameter leaf {path_text(leaf.path)!r} has stored shape {np.shape(bare(x))}; at stage 3 "
+                f"{call}: parameter leaf {path_text(leaf.path)!r} has stored shape {np.shape(unwrap(x))}; at stage 3 "
                 f"expected {wanted}, its share layout over {axes.n} devices. It is whole, or split for another mesh or "
-                f"stage. Fix: {checks.RESHARD}"
+                f"stage. Fix: {optimizer_checks.RESHARD}"
             )
     return leaves
 
 
-def _placed(call: str, setting: Setting, params: Sequence[Any], arrays: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+def _placed(call: str, setting: CallSpec, params: Sequence[Any], arrays: Sequence[Any]) -> tuple[list[Any], list[Any]]:
     mesh_ = setting.options.mesh
-    place = lambda path, x, spec, own, kind=None: sharding_axes.place(call, mesh_, path, x, spec, own, kind)
-    kind = lambda leaf: setting.options.memory_kind("params", leaf.layout)
+    place = lambda path, x, spec, own, kind=None: sharding_place.place(call, mesh_, path, x, spec, own, kind)
+    kind = lambda leaf: memory_kind(setting.options, "params", leaf.layout)
     rows = zip(setting.leaves.leaves, params, setting.param_specs, strict=True)
     params = [place(leaf.path, x, spec, setting.axes.every, kind(leaf)) for leaf, x, spec in rows]
     arrays = [place((), x, spec, mesh_.axis_names) for x, spec in zip(arrays, setting.batch_specs, strict=True)]

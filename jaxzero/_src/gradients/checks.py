@@ -8,12 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..sharding import axes as sharding_axes
-from ..sharding.axes import Axes, path_text
+from .._text import path_text
+from ..jaxpr.calls import inner_programs
+from ..sharding import vma
+from ..sharding.axes import Axes
 
 
 @dataclasses.dataclass(frozen=True)
-class How:
+class GradOptions:
     """How a loss is differentiated; see `Zero.value_and_grad`."""
 
     has_aux: bool = False
@@ -51,7 +53,7 @@ def is_mean(dtype: Any) -> bool:
     return bool(jnp.issubdtype(dtype, jnp.inexact))
 
 
-def check(call: str, out: Any, how: How) -> tuple[Any, Any, Any]:
+def check(call: str, out: Any, how: GradOptions) -> tuple[Any, Any, Any]:
     """The loss, its weight (`None` without) and aux (`None` without); refused in words where they do not fit."""
     if how.has_aux and not (isinstance(out, tuple) and len(out) == 2):
         raise ValueError(
@@ -78,7 +80,7 @@ def check(call: str, out: Any, how: How) -> tuple[Any, Any, Any]:
     return value, weight, aux
 
 
-def _pair(call: str, value: Any, how: How) -> tuple[Any, Any]:
+def _pair(call: str, value: Any, how: GradOptions) -> tuple[Any, Any]:
     """The two scalars of a weighted loss."""
     wanted = "((sum, weight), aux)" if how.has_aux else "(sum, weight)"
     if not (isinstance(value, tuple) and len(value) == 2):
@@ -98,7 +100,7 @@ def _pair(call: str, value: Any, how: How) -> tuple[Any, Any]:
 
 def check_types(call: str, value: Any, aux: Any, axes: Axes) -> None:
     """Inside `shard_map`: refuses a loss that is reduced already, and aux that differs and is no mean."""
-    missing = [a for a in axes.every if a not in sharding_axes.varying(value)]
+    missing = [a for a in axes.every if a not in vma.varying(value)]
     if missing:
         raise ValueError(
             f"{call}: the loss does not vary over {missing} inside shard_map. Found a loss that is "
@@ -107,7 +109,7 @@ def check_types(call: str, value: Any, aux: Any, axes: Axes) -> None:
             "mean over devices is taken here."
         )
     leaves = jax.tree.leaves(aux)
-    check_aux(call, aux, [bool(set(axes.every) & sharding_axes.varying(x)) for x in leaves])
+    check_aux(call, aux, [bool(set(axes.every) & vma.varying(x)) for x in leaves])
 
 
 def check_aux(call: str, aux: Any, differs: Sequence[bool]) -> None:
@@ -120,3 +122,18 @@ def check_aux(call: str, aux: Any, differs: Sequence[bool]) -> None:
                 "is taken. Expected a floating leaf (averaged), or one that is equal on all devices. Fix: "
                 "jax.lax.psum(..., axis names) for a count, or .astype(float) for a mean."
             )
+
+
+def check_effects(jaxpr: Any, call: str) -> None:
+    """Refuses what needs an order between devices, or answers from the host."""
+    for eqn in jaxpr.eqns:
+        name = eqn.primitive.name
+        if name == "io_callback" or eqn.params.get("ordered"):
+            what = "an io_callback" if name == "io_callback" else f"an ordered effect ({name})"
+            raise ValueError(
+                f"{call}: the loss contains {what}. Found it while tracing; expected a function of its "
+                "arguments. Fix: move it out of the loss (return what it needs as aux), or print with "
+                "jax.debug.print(...) without ordered=True."
+            )
+        for inner in inner_programs(eqn):
+            check_effects(inner, call)

@@ -9,14 +9,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from .._text import path_text
 from ..jaxpr import dependence
-from ..sharding import axes
-from ..sharding.axes import path_text
+from ..sharding import vma
 from ..sharding.flax_boxes import opened
 from ..sharding.options import Options
 from . import batch, checks
 from . import program as gradients_program
-from .call import Setting, wrap
+from .call import CallSpec, wrap
 
 P = PartitionSpec
 CALL = "forward"
@@ -30,7 +30,7 @@ def forward(
     return wrap(CALL, options, whole_argnums, fold_keys, functools.partial(_run, fn))
 
 
-def _run(fn: Callable[..., Any], setting: Setting, params: Sequence[Any], arrays: Sequence[Any]) -> Any:
+def _run(fn: Callable[..., Any], setting: CallSpec, params: Sequence[Any], arrays: Sequence[Any]) -> Any:
     call = lambda p, b: fn(opened(setting.leaves.unflatten(p)), *setting.arguments.rebuild(b))
     program = gradients_program.trace_forward(call, setting, arrays)
     marks = [False] * len(setting.leaves.leaves) + setting.dealt
@@ -51,7 +51,7 @@ def _run(fn: Callable[..., Any], setting: Setting, params: Sequence[Any], arrays
     return jax.tree.unflatten(jax.tree.structure(program.program.out), outs)
 
 
-def _kinds(out: Any, differs: Sequence[bool], setting: Setting, arrays: Sequence[Any]) -> list[str]:
+def _kinds(out: Any, differs: Sequence[bool], setting: CallSpec, arrays: Sequence[Any]) -> list[str]:
     """For each result: the same on all devices, the mean over devices, or examples."""
     local = setting.abstract_batch(arrays)
     lengths = {x.shape[0] for a, x in zip(setting.arguments.arrays, local, strict=True) if a.cut}
@@ -73,7 +73,7 @@ def _kinds(out: Any, differs: Sequence[bool], setting: Setting, arrays: Sequence
     return kinds
 
 
-def _results(outs: Sequence[Any], kinds: Sequence[str], program: Any, setting: Setting) -> list[Any]:
+def _results(outs: Sequence[Any], kinds: Sequence[str], program: Any, setting: CallSpec) -> list[Any]:
     """Means taken; inside a user's `shard_map`, what is the same on all devices typed so."""
     out = list(outs)
     means = [i for i, kind in enumerate(kinds) if kind == "mean"]
@@ -81,7 +81,7 @@ def _results(outs: Sequence[Any], kinds: Sequence[str], program: Any, setting: S
     for i, x in zip(means, done, strict=True):
         out[i] = x
     for i, kind in enumerate(kinds):
-        over = tuple(a for a in setting.axes.every if setting.manual and a in axes.varying(out[i]))
+        over = tuple(a for a in setting.axes.every if setting.manual and a in vma.varying(out[i]))
         if kind == "same" and over:
             out[i] = lax.all_gather(out[i], over, to="invarying")[0]
     return out

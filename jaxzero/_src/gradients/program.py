@@ -8,13 +8,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .. import partition
-from ..comm.reduce import Mean
+from .._text import path_text
+from ..comm.reduce import GradReducer
 from ..fsdp import evaluate, schedule
-from ..jaxpr.flat import check_effects, flatten, speaks_of_axes
-from ..sharding.axes import abstract_varying, cast, path_text
+from ..jaxpr import trace as jaxpr_trace
+from ..jaxpr.flat import flatten, speaks_of_axes
+from ..sharding.vma import abstract_varying, cast
 from .accumulate import Terms
-from .call import Setting
+from .call import CallSpec
+from .checks import check_effects
 
 
 @dataclasses.dataclass(eq=False)
@@ -28,8 +30,8 @@ class SplitProgram:
     """
 
     plan: schedule.Schedule
-    program: partition.Program
-    mean: Mean
+    program: jaxpr_trace.Program
+    mean: GradReducer
 
     @property
     def consts(self) -> list[Any]:
@@ -65,7 +67,7 @@ class GradientProgram(SplitProgram):
         return step
 
 
-def trace(terms: Callable[..., Terms], setting: Setting, arrays: Sequence[Any], mean: Mean) -> GradientProgram:
+def trace(terms: Callable[..., Terms], setting: CallSpec, arrays: Sequence[Any], mean: GradReducer) -> GradientProgram:
     """Traces `terms(params, arrays)` at full shapes and plans when to gather and to reduce."""
     program = _traced("value_and_grad", terms, setting, arrays)
     if setting.manual and speaks_of_axes(program.jaxpr):
@@ -78,24 +80,24 @@ def trace(terms: Callable[..., Terms], setting: Setting, arrays: Sequence[Any], 
     return GradientProgram(_plan(program, setting, grads, turn=0), program, mean)
 
 
-def trace_forward(fn: Callable[..., Any], setting: Setting, arrays: Sequence[Any]) -> SplitProgram:
+def trace_forward(fn: Callable[..., Any], setting: CallSpec, arrays: Sequence[Any]) -> SplitProgram:
     """Traces `fn(params, arrays)` at full shapes and plans when to gather."""
     program = _traced("forward", fn, setting, arrays)
-    return SplitProgram(_plan(program, setting, {}, turn=None), program, Mean(setting.axes, setting.options))
+    return SplitProgram(_plan(program, setting, {}, turn=None), program, GradReducer(setting.axes, setting.options))
 
 
 def _traced(
-    call: str, fn: Callable[..., Any], setting: Setting, arrays: Sequence[Any], varying: bool = False
-) -> partition.Program:
+    call: str, fn: Callable[..., Any], setting: CallSpec, arrays: Sequence[Any], varying: bool = False
+) -> jaxpr_trace.Program:
     known, local = setting.abstract_params, setting.abstract_batch(arrays)
     if varying:
-        known, local = abstract_varying(known, setting.axes), abstract_varying(local, setting.axes)
-    program = partition.trace(fn, known, local, axis_env=setting.axis_env, mesh=setting.trace_mesh)
+        known, local = abstract_varying(known, setting.axes.every), abstract_varying(local, setting.axes.every)
+    program = jaxpr_trace.trace(fn, known, local, axis_env=setting.axis_env, mesh=setting.trace_mesh)
     check_effects(program.jaxpr, call)
     return program
 
 
-def _plan(program: partition.Program, setting: Setting, grads: Any, turn: int | None) -> schedule.Schedule:
+def _plan(program: jaxpr_trace.Program, setting: CallSpec, grads: Any, turn: int | None) -> schedule.Schedule:
     flat = flatten(program.jaxpr)
     leaves = setting.leaves.leaves
     first = len(program.consts)

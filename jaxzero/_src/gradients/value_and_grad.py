@@ -10,19 +10,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from .. import partition
-from ..comm.reduce import Mean
-from ..jaxpr import dependence
-from ..optimizer import loss_scale
-from ..sharding import axes as sharding_axes
+from ..comm.reduce import GradReducer
+from ..jaxpr import dependence, trace
+from ..sharding import vma
 from ..sharding.flax_boxes import opened
-from ..sharding.leaves import is_key, wear
+from ..sharding.leaves import is_key, wrap_padded
 from ..sharding.options import Options
-from . import accumulate, batch, checks
+from . import accumulate, batch, checks, scaled_loss
 from . import program as gradients_program
 from .accumulate import Terms
-from .call import Setting, wrap
-from .checks import How
+from .call import CallSpec, wrap
+from .checks import GradOptions
 
 P = PartitionSpec
 CALL = "value_and_grad"
@@ -32,7 +30,7 @@ CALL = "value_and_grad"
 def value_and_grad(
     options: Options,
     loss_fn: Callable[..., Any],
-    how: How,
+    how: GradOptions,
     whole_argnums: tuple[int, ...],
     fold_keys: bool,
 ) -> Callable[..., Any]:
@@ -41,10 +39,10 @@ def value_and_grad(
     def of(loss: Callable[..., Any]) -> Callable[..., Any]:
         return wrap(CALL, options, whole_argnums, fold_keys, functools.partial(_run, loss, how), how.accumulate)
 
-    return loss_scale.with_scale(of(loss_fn), of(loss_scale.scaled(loss_fn, how)), how)
+    return scaled_loss.with_scale(of(loss_fn), of(scaled_loss.scaled(loss_fn, how)), how)
 
 
-def _run(loss_fn: Callable[..., Any], how: How, setting: Setting, params: Any, arrays: Any) -> Any:
+def _run(loss_fn: Callable[..., Any], how: GradOptions, setting: CallSpec, params: Any, arrays: Any) -> Any:
     return Gradient(loss_fn, how, setting)(params, arrays)
 
 
@@ -53,8 +51,8 @@ class Gradient:
     """The gradient of one loss in one setting."""
 
     loss_fn: Callable[..., Any]
-    how: How
-    setting: Setting
+    how: GradOptions
+    setting: CallSpec
 
     def __call__(self, params: Sequence[Any], arrays: Sequence[Any]) -> Any:
         """Loss (and aux) and gradients, as users get them."""
@@ -95,7 +93,7 @@ class Gradient:
             trees.append(self._aux_tree(program, arrays))
             step = program.step(params, program.consts, True)
         else:
-            params = [sharding_axes.cast(x, setting.axes.every) for x in params]
+            params = [vma.cast(x, setting.axes.every) for x in params]
             step = self._local_step(params, trees)
         return self._reduced(step, arrays, typed=True), trees[0]
 
@@ -138,8 +136,8 @@ class Gradient:
     # --- what leaves the loss ---
 
     @property
-    def _mean(self) -> Mean:
-        return Mean(self.setting.axes, self.setting.options, self.how.accumulate)
+    def _mean(self) -> GradReducer:
+        return GradReducer(self.setting.axes, self.setting.options, self.how.accumulate)
 
     @property
     def _summed(self) -> bool:
@@ -155,7 +153,7 @@ class Gradient:
     def _first_hop(self, grads: Sequence[Any]) -> list[Any]:
         mean, out = self._mean, list(grads)
         cut = [i for i, layout in enumerate(self._layouts) if layout is not None]
-        hop = mean.sliced_hop if self.setting.options.stage == 1 else mean.first_hop
+        hop = mean.all_reduce_then_slice if self.setting.options.stage == 1 else mean.reduce_scatter_shares
         for i, x in zip(cut, hop([grads[i] for i in cut], [self._layouts[i] for i in cut]), strict=True):
             out[i] = x
         return out
@@ -171,7 +169,7 @@ class Gradient:
         dtypes = [leaf.dtype for leaf in leaves]
         cut = [i for i, layout in enumerate(self._layouts) if layout is not None]
         layouts = [leaves[i].cut for i in cut]
-        shares = mean.second_hop([grads[i] for i in cut], layouts, [dtypes[i] for i in cut], weight)
+        shares = mean.all_reduce_replicas([grads[i] for i in cut], layouts, [dtypes[i] for i in cut], weight)
         for i, x in zip(cut, shares, strict=True):
             grads[i] = x
         rest = [i for i, layout in enumerate(self._layouts) if layout is None]
@@ -180,9 +178,9 @@ class Gradient:
         together = [sums.value, *(grads[i] for i in rest), *(aux[j] for j in means)]
         into = [like.value.dtype, *(dtypes[i] for i in rest), *(like.aux[j].dtype for j in means)]
         weights = [weight] * (1 + len(rest)) + [None] * len(means)
-        beside = [(), *(leaves[i].beside for i in rest), *(() for _ in means)]
+        other_axes = [(), *(leaves[i].other_axes for i in rest), *(() for _ in means)]
         value, *done = mean.whole(
-            [sharding_axes.cast(x, axes.every) if typed else x for x in together], into, weights, beside
+            [vma.cast(x, axes.every) if typed else x for x in together], into, weights, other_axes
         )
         for i, x in zip(rest, done, strict=False):
             grads[i] = x
@@ -194,7 +192,7 @@ class Gradient:
         moved, layouts, out = iter(grads), iter(self._layouts), []
         for leaf in self.setting.leaves.leaves:
             if leaf.trainable:
-                out.append(wear(next(moved), next(layouts)))
+                out.append(wrap_padded(next(moved), next(layouts)))
             elif is_key(leaf.dtype):
                 out.append(np.zeros(leaf.shape, jax.dtypes.float0))
             else:
@@ -211,7 +209,7 @@ class Gradient:
         leaves, rebuild = setting.leaves, setting.arguments.rebuild
         aux_of = lambda p, b: checks.check(CALL, self.loss_fn(opened(leaves.unflatten(p)), *rebuild(b)), self.how)[2]
         known, local = setting.abstract_params, setting.abstract_batch(arrays)
-        traced = partition.trace(aux_of, known, local, axis_env=setting.axis_env, mesh=setting.trace_mesh)
+        traced = trace.trace(aux_of, known, local, axis_env=setting.axis_env, mesh=setting.trace_mesh)
         marks = [False] * len(leaves.leaves) + setting.dealt
         checks.check_aux(CALL, traced.out, dependence.depends(traced.jaxpr, marks, setting.axes.every))
         return jax.tree.structure(traced.out)

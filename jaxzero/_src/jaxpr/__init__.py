@@ -1,1 +1,1 @@
-"""PLACEHOLDER."""
+"""Traced programs: tracing, flattening, binding; what differs between versions of JAX."""

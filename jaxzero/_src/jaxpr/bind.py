@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from ..sharding.axes import match
+from ..sharding.vma import match
 from .compat import bind_params
 
 _SHARDINGS = {"sharding", "out_sharding"}

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from ..sharding.axes import names
-from .flat import inner_programs, nbytes
+from .calls import inner_programs, nbytes
 
 GATHER, SCATTER, REDUCE = "all-gather", "reduce-scatter", "all-reduce"
 _KINDS = {
@@ -79,9 +79,9 @@ def _collectives(jaxpr: Any, sizes: Mapping[str, int], times: int) -> Iterator[t
             if axes:
                 yield axes, _KINDS[name], _sent(_KINDS[name], eqn, math.prod(sizes[a] for a in axes)), times
             continue
-        turns = times * eqn.params["length"] if name == "scan" else times
+        trip_count = times * eqn.params["length"] if name == "scan" else times
         for inner in inner_programs(eqn):
-            yield from _collectives(inner, sizes, turns)
+            yield from _collectives(inner, sizes, trip_count)
 
 
 def _sent(kind: str, eqn: Any, devices: int) -> float:

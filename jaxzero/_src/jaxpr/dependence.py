@@ -80,9 +80,9 @@ def _while(eqn: Any, ins: list[bool], axes: Sequence[str]) -> list[bool]:
     test, body = open_program(params["cond_jaxpr"])[0], open_program(params["body_jaxpr"])[0]
     for_test, for_body, carry = ins[:first], ins[first : first + second], ins[first + second :]
     while True:
-        turns = depends(test, [*for_test, *carry], axes)[0]
+        trip_count = depends(test, [*for_test, *carry], axes)[0]
         outs = depends(body, [*for_body, *carry], axes)
-        merged = [a or b or turns for a, b in zip(carry, outs, strict=True)]
+        merged = [a or b or trip_count for a, b in zip(carry, outs, strict=True)]
         if merged == list(carry):
             return merged
         carry = merged

@@ -8,24 +8,11 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
+from .calls import _REMAT, CALLS, inner_programs
 from .compat import Literal, open_program
 
-#: Equations that only call an inner program, and the parameter that holds it. The program of a gradient
-#: has the custom rules resolved already; what is left of them is the function itself.
-CALLS = {
-    "jit": "jaxpr",
-    "pjit": "jaxpr",
-    "closed_call": "call_jaxpr",
-    "core_call": "call_jaxpr",
-    "custom_jvp_call": "call_jaxpr",
-    "custom_vjp_call": "call_jaxpr",
-    "remat2": "jaxpr",
-    "checkpoint": "jaxpr",
-}
-_REMAT = {"remat2", "checkpoint"}
 #: The cast of a value that is equal on all devices to one that may differ; it computes nothing.
 _CAST = "pvary"
 
@@ -201,39 +188,6 @@ def inlined(jaxpr: Any, consts: Sequence[Any]) -> tuple[list[Any], list[Any], di
     return eqns, outs, known
 
 
-def check_effects(jaxpr: Any, call: str) -> None:
-    """Refuses what needs an order between devices, or answers from the host."""
-    for eqn in jaxpr.eqns:
-        name = eqn.primitive.name
-        if name == "io_callback" or eqn.params.get("ordered"):
-            what = "an io_callback" if name == "io_callback" else f"an ordered effect ({name})"
-            raise ValueError(
-                f"{call}: the loss contains {what}. Found it while tracing; expected a function of its "
-                "arguments. Fix: move it out of the loss (return what it needs as aux), or print with "
-                "jax.debug.print(...) without ordered=True."
-            )
-        for inner in inner_programs(eqn):
-            check_effects(inner, call)
-
-
 def speaks_of_axes(jaxpr: Any) -> bool:
     """Whether a program traced inside a manual region tells values that vary from such that do not."""
     return any(eqn.primitive.name == _CAST or any(map(speaks_of_axes, inner_programs(eqn))) for eqn in jaxpr.eqns)
-
-
-def inner_programs(eqn: Any) -> list[Any]:
-    """The inner programs of an equation, open."""
-    out = []
-    for value in eqn.params.values():
-        for x in value if isinstance(value, (tuple, list)) else (value,):
-            if hasattr(x, "eqns"):
-                out.append(x)
-            elif hasattr(x, "jaxpr") and hasattr(x.jaxpr, "eqns"):
-                out.append(x.jaxpr)
-    return out
-
-
-def nbytes(shape: Sequence[int], dtype: Any) -> int:
-    """Bytes of an array, of keys too."""
-    stored: Any = jax.dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True)
-    return int(np.prod(shape, dtype=object)) * stored.itemsize

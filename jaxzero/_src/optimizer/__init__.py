@@ -1,1 +1,1 @@
-"""PLACEHOLDER."""
+"""The wrapped optimizer: traced whole, evaluated on shares."""

@@ -9,36 +9,11 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding
 
-from ..sharding import flax_boxes
-from ..sharding.axes import Axes, check_placement, path_text, varying
-from ..sharding.layout import is_split, partition_spec
+from .._text import path_text
+from ..sharding.axes import Axes
+from ..sharding.layout import is_split
 from ..sharding.leaves import Leaf, Leaves, StateLeaf, shape_dtype
-from ..sharding.options import Options
-
-
-def arrays(call: str, params: Any) -> None:
-    """Refuses leaves that are no arrays."""
-    for path, x in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_split):
-        if not hasattr(x, "dtype") and not isinstance(x, (bool, int, float, complex)):
-            raise ValueError(
-                f"{call}: parameter leaf {path_text(path)!r} is a {type(x).__name__}. Expected an array or a number. "
-                "Fix: keep it out of the parameters; of an Equinox module take eqx.partition(module, "
-                "eqx.is_inexact_array)[0] and combine inside the loss."
-            )
-
-
-def parameters(call: str, options: Options, params: Any) -> None:
-    """Refuses leaves that are no arrays, and those that axes shard, or boxes name, which are not this `Zero`'s.
-
-    At stages 1 and 2 these would be made whole over the other axes, without a word.
-    """
-    arrays(call, params)
-    flax_boxes.check(call, options, params)
-    own = options.replica_axes + options.shard_axes
-    for path, x in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_split):
-        seen = not isinstance(x, jax.core.Tracer) and isinstance(getattr(x, "sharding", None), NamedSharding)
-        if seen and options.mesh is not None:
-            check_placement(call, options.mesh, path, x, own, partition_spec(options.beside(path, x)))
+from ..sharding.vma import varying
 
 
 def same_leaves(call: str, grads: Any, params: Any) -> None:

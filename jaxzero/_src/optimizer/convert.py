@@ -3,13 +3,12 @@
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
 from ..comm import collectives, reduce
 from ..partition.values import Context, Split
-from ..sharding import axes as sharding_axes
+from ..sharding import vma
 from ..sharding.leaves import Leaf, StateLeaf
 from ..sharding.options import Options
 
@@ -23,14 +22,14 @@ def parameters(ctx: Context, arrays: Sequence[Any], leaves: Sequence[Leaf], shar
     out = []
     axes = ctx.axes.shard
     for x, leaf, is_share in zip(arrays, leaves, shares, strict=True):
-        stand_in = leaf.stand_in()
+        trace_aval = leaf.trace_aval()
         if is_share:
             x = _share(ctx, x, leaf)
-        elif stand_in.dtype != leaf.dtype:
-            x = jnp.zeros(stand_in.shape, stand_in.dtype)
+        elif trace_aval.dtype != leaf.dtype:
+            x = jnp.zeros(trace_aval.shape, trace_aval.dtype)
         elif leaf.layout is not None:
-            split = Split(sharding_axes.cast(collectives.share(x, leaf.layout, ctx.index), axes), leaf.layout)
-            split.whole = None if sharding_axes.varying(x) & set(ctx.axes.every) else x
+            split = Split(vma.cast(collectives.share(x, leaf.layout, ctx.index), axes), leaf.layout)
+            split.whole = None if vma.varying(x) & set(ctx.axes.every) else x
             split.local = _first(split.local, ctx.axes.replica)
             x = split
         else:
@@ -54,21 +53,21 @@ def gradients(
     out: list[Any] = list(arrays)
     for i, (x, leaf, is_share) in enumerate(zip(arrays, leaves, shares, strict=True)):
         if not leaf.trainable:
-            out[i] = jnp.zeros(leaf.shape, leaf.stand_in().dtype)
+            out[i] = jnp.zeros(leaf.shape, leaf.trace_aval().dtype)
         elif is_share:
             out[i] = _share(ctx, x, leaf)
         elif leaf.layout is not None and not local:
             out[i] = ctx.split(x, leaf.layout)
     if local:
         own = [leaf.trainable and not s for leaf, s in zip(leaves, shares, strict=True)]
-        todo = [i for i, x in enumerate(arrays) if own[i] and set(ctx.axes.every) <= sharding_axes.varying(x)]
+        todo = [i for i, x in enumerate(arrays) if own[i] and set(ctx.axes.every) <= vma.varying(x)]
         cut = [i for i in todo if leaves[i].layout is not None]
         means = reduce.mean_shares([arrays[i] for i in cut], [leaves[i].cut for i in cut], ctx.axes, options)
         for i, x in zip(cut, means, strict=True):
             out[i] = Split(x, leaves[i].cut)
         rest = [i for i in todo if leaves[i].layout is None]
-        beside = [leaves[i].beside for i in rest]
-        means = reduce.mean_whole([arrays[i] for i in rest], beside, ctx.axes, options)
+        other_axes = [leaves[i].other_axes for i in rest]
+        means = reduce.mean_whole([arrays[i] for i in rest], other_axes, ctx.axes, options)
         for i, x in zip(rest, means, strict=True):
             out[i] = x
     return out
@@ -79,17 +78,11 @@ def state(ctx: Context, arrays: Sequence[Any], leaves: Sequence[StateLeaf]) -> l
     return [_share(ctx, x, e) if e.layout else _first(x, ctx.axes.every) for x, e in zip(arrays, leaves, strict=True)]
 
 
-def at_rest(ctx: Context, values: Sequence[Any]) -> list[jax.Array]:
-    """The arrays to store: zeros in the padding, and never of weak type."""
-    arrays = [ctx.masked(x) if isinstance(x, Split) else jnp.asarray(x) for x in values]
-    return [lax.convert_element_type(x, x.dtype) if jax.typeof(x).weak_type else x for x in arrays]
-
-
 def _share(ctx: Context, x: Any, leaf: Any) -> Split:
-    return Split(sharding_axes.cast(x, ctx.axes.shard), leaf.layout)
+    return Split(vma.cast(x, ctx.axes.shard), leaf.layout)
 
 
 def _first(x: Any, axes: Sequence[str]) -> Any:
     """`x` typed as equal over `axes`: the first device's value, where the type says otherwise."""
-    over = tuple(a for a in axes if a in sharding_axes.varying(x))
+    over = tuple(a for a in axes if a in vma.varying(x))
     return lax.all_gather(x, over, to="invarying")[0] if over else x

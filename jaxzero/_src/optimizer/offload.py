@@ -9,43 +9,18 @@ import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 from jax import lax
-from jax.sharding import Mesh
 
 from ..jaxpr.compat import Literal
 from ..jaxpr.flat import inlined
+from ..jaxpr.trace import Jaxpr
 from ..partition import evaluate as partition_evaluate
 from ..partition.values import Context
-from .split_program import Jaxpr
+from ..sharding.host import on_host, to_device
 
-#: The memory kind at rest.
-KIND = "pinned_host"
 #: How many stages may be on the device at once: one computes while the next is fetched.
 STAGES = 2
-
-
-def on_host(x: Any) -> bool:
-    """Whether an array, traced or not, is in the host's memory."""
-    return bool(jax.typeof(x).memory_space == jax.memory.Space.Host)
-
-
-def to_device(x: Any) -> Any:
-    """`x` in the device's memory."""
-    return jax.device_put(x, jax.memory.Space.Device) if on_host(x) else x
-
-
-def to_host(x: Any) -> Any:
-    """`x` in the host's memory."""
-    return x if on_host(x) else jax.device_put(x, jax.memory.Space.Host)
-
-
-def lacking(mesh: Any) -> set[str]:
-    """The memory kinds of a mesh's devices, where they are known and the host's is not among them."""
-    devices = mesh.local_devices if isinstance(mesh, Mesh) else []  # a machine elsewhere has no memories
-    kinds = {m.kind for device in devices[:1] for m in device.addressable_memories()}
-    return set() if KIND in kinds else kinds
 
 
 @dataclasses.dataclass(frozen=True)

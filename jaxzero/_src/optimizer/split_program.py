@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ..jaxpr.compat import Literal, open_program
+from ..jaxpr.trace import Jaxpr
 from ..partition.elementwise import is_elementwise
 
 #: Arrays in and out of a program up to which one region is compiled; those of a part; the most parts.
@@ -21,16 +22,6 @@ ONE_REGION, PART, MOST = 4096, 768, 20
 SCALARS = 8
 
 _LOCAL = {"broadcast_in_dim", "reshape", "squeeze", "expand_dims"}
-
-
-@dataclasses.dataclass(frozen=True)
-class Jaxpr:
-    """What the evaluator reads of a program."""
-
-    constvars: list[Any]
-    invars: list[Any]
-    outvars: list[Any]
-    eqns: list[Any]
 
 
 @dataclasses.dataclass(frozen=True)

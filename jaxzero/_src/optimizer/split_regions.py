@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..partition import Program
+from ..jaxpr.trace import Program
 from ..sharding.leaves import Leaf, Leaves, StateLeaf
 from ..sharding.regions import open_region
 from .split_program import Part, parts, scalars

@@ -8,13 +8,15 @@ from typing import Any
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from ..partition import Program
+from ..jaxpr.trace import Program
+from ..partition import stored
 from ..partition.evaluate import run
 from ..partition.values import Context
+from ..sharding import host
 from ..sharding.axes import Axes
 from ..sharding.layout import Layout
 from ..sharding.leaves import Leaf, StateLeaf
-from ..sharding.options import Options
+from ..sharding.options import Options, memory_kind
 from . import convert, offload
 from .trace import UpdateProgram
 
@@ -63,9 +65,9 @@ class Init(Kept):
     def __call__(self, params: Any, consts: Any) -> Any:
         """Runs inside a manual region: evaluate the inner init on shares."""
         ctx = Context(self.axes, self.options.bucket_bytes, None)
-        values = convert.parameters(ctx, list(map(offload.to_device, params)), self.params, self.split_params)
+        values = convert.parameters(ctx, list(map(host.to_device, params)), self.params, self.split_params)
         out = run(ctx, self.program.jaxpr, consts, values)
-        rest = convert.at_rest(ctx, ctx.settle(out, [leaf.layout for leaf in self.state]))
+        rest = stored.at_rest(ctx, ctx.convert_all(out, [leaf.layout for leaf in self.state]))
         return _kept(rest, self.out_kinds)
 
 
@@ -116,7 +118,7 @@ class Update(Kept):
         mean = convert.gradients(ctx, self.options, grads, self.grads, self.split_grads, self.local)
         if self.options.offload:
             return self._by_bucket(ctx, mean, state, params, extra, consts)
-        state, params = (list(map(offload.to_device, x)) for x in (state, params))  # of another `Zero`, on the host
+        state, params = (list(map(host.to_device, x)) for x in (state, params))  # of another `Zero`, on the host
         inputs = self.traced.inputs(
             mean,
             convert.state(ctx, state, self.traced.state),
@@ -125,9 +127,9 @@ class Update(Kept):
         )
         out = run(ctx, self.traced.program.jaxpr, consts, inputs)
         new, new_state = self.traced.results(out)
-        new_state = ctx.settle(new_state, [e.layout for e in self.traced.changing])
-        new = ctx.settle(new, [self.rest(leaf) for leaf in self.traced.moving], record=False)
-        return convert.at_rest(ctx, new), convert.at_rest(ctx, new_state)
+        new_state = ctx.convert_all(new_state, [e.layout for e in self.traced.changing])
+        new = ctx.convert_all(new, [self.rest(leaf) for leaf in self.traced.moving], record=False)
+        return stored.at_rest(ctx, new), stored.at_rest(ctx, new_state)
 
     def _by_bucket(self, ctx: Context, mean: Any, state: Any, params: Any, extra: Any, consts: Any) -> Any:
         """The same where state or parameters rest on the host: fetched, updated and sent back bucket by bucket."""
@@ -143,7 +145,7 @@ class Update(Kept):
         kinds = _kinds(self.options, what, traced.new.leaves) + _kinds(self.options, "state", traced.new_state)
 
         def store(positions: list[int], values: list[Any]) -> list[Any]:
-            rest = convert.at_rest(ctx, ctx.settle(values, [layouts[i] for i in positions]))
+            rest = stored.at_rest(ctx, ctx.convert_all(values, [layouts[i] for i in positions]))
             return _kept(rest, [kinds[i] for i in positions])
 
         inputs = traced.inputs(mean, state, params, extra)
@@ -179,11 +181,11 @@ _WHOLE = PartitionSpec()
 
 
 def _kinds(options: Options, what: str, leaves: Sequence[Leaf] | Sequence[StateLeaf]) -> list[str | None]:
-    return [options.memory_kind(what, leaf.layout) for leaf in leaves]
+    return [memory_kind(options, what, leaf.layout) for leaf in leaves]
 
 
 def _kept(arrays: Sequence[Any], kinds: Sequence[str | None]) -> list[Any]:
-    return [offload.to_host(x) if kind else x for x, kind in zip(arrays, kinds, strict=True)]
+    return [host.to_host(x) if kind else x for x, kind in zip(arrays, kinds, strict=True)]
 
 
 def _given(leaves: tuple[Leaf, ...], shares: tuple[bool, ...], axes: Axes) -> list[PartitionSpec]:

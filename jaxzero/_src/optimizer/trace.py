@@ -8,8 +8,9 @@ from typing import Any
 import jax
 import optax
 
-from ..partition import Program, trace
-from ..sharding.axes import Axes, path_text
+from .._text import path_text
+from ..jaxpr.trace import Program, trace
+from ..sharding.axes import Axes
 from ..sharding.layout import is_split
 from ..sharding.leaves import Leaf, Leaves, StateLeaf, leaves_of, owner, shape_dtype, state_leaves
 from . import checks
@@ -38,7 +39,7 @@ class Extra:
 
     def avals(self) -> list[jax.ShapeDtypeStruct]:
         """Abstract leaves of `trees`, then of `arrays`."""
-        out = [a for leaves in self.trees.values() for a in leaves.stand_ins()]
+        out = [a for leaves in self.trees.values() for a in leaves.trace_avals()]
         return out + [a for _, avals in self.arrays.values() for a in avals]
 
     def rebuild(self, flat: list[Any]) -> dict[str, Any]:
@@ -99,7 +100,7 @@ def _fits(x: Any, leaf: Leaf, manual: bool) -> bool:
 
 def trace_init(inner: optax.GradientTransformation, params: Leaves, axes: Axes) -> Program:
     """`inner.init` at full shapes; its result is the state at logical shapes."""
-    return trace(lambda p: inner.init(params.unflatten(p)), params.stand_ins(), axis_env=_env(axes))
+    return trace(lambda p: inner.init(params.unflatten(p)), params.trace_avals(), axis_env=_env(axes))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,8 +177,8 @@ def trace_update(
         return (optax.apply_updates(plain, updates) if add else updates), new_state
 
     def run(s: Any) -> Program:
-        given = [] if params is None else params.stand_ins()
-        return trace(step, grads.stand_ins(), s, given, extra.avals(), axis_env=_env(axes))
+        given = [] if params is None else params.trace_avals()
+        return trace(step, grads.trace_avals(), s, given, extra.avals(), axis_env=_env(axes))
 
     abstract = _logical(state, trace_init(inner, like, axes).out, lambda s: run(s).out[1])
     program = run(abstract)

@@ -1,7 +1,6 @@
 """The wrapped optimizer: the calls of Optax, in the global view and inside a user's `shard_map`."""
 
 import contextvars
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,17 +8,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh
 
-from ..analysis import hlo
-from ..partition.record import Record, Report
-from ..sharding import axes as sharding_axes
+from ..jaxpr import trace
+from ..sharding import checks as sharding_checks
+from ..sharding import place, vma
 from ..sharding.axes import Axes
 from ..sharding.layout import is_split
-from ..sharding.leaves import Leaf, Leaves, bare, is_key, skipping, state_leaves, wear
-from ..sharding.options import Options
-from ..sharding.regions import open_region
-from . import checks, split_regions, trace
+from ..sharding.leaves import Leaf, Leaves, is_key, skipping, state_leaves, unwrap, wrap_padded
+from ..sharding.options import Options, param_leaves, require_observed, resolve_axes
+from . import checks, split_regions
+from . import trace as optimizer_trace
 from .step import Init, Update
 
 #: Set while an inner optimizer is traced: another wrapped one inside it is refused.
@@ -49,7 +47,7 @@ def wrap(options: Options, inner: Any, reduced: bool) -> ShardedOptimizer:
     """The wrapped optimizer; see `Zero.optimizer`."""
     checks.inner_optimizer(inner, ShardedOptimizer)
     if options.unused == "skip":
-        options.needs_observed("optimizer")
+        require_observed(options, "optimizer")
     calls = Calls(options, inner, reduced)
 
     def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
@@ -67,19 +65,19 @@ class Calls:
 
     def init(self, params: Any) -> Any:
         """Optimizer state, born split."""
-        axes, manual = self.options.context("init")
-        checks.parameters("init", self.options, params)
-        leaves, arrays = self._leaves("init", params, axes, manual and self.options.stage == 3)
+        axes, manual = resolve_axes(self.options, "init")
+        sharding_checks.parameters("init", self.options, params)
+        leaves, arrays = optimizer_leaves(self.options, "init", params, axes, manual and self.options.stage == 3)
         split = self._split_params("init", leaves, arrays, manual)
 
         def make() -> Init:
-            program = trace.trace_init(self.inner, leaves, axes)
+            program = optimizer_trace.trace_init(self.inner, leaves, axes)
             state = state_leaves(program.out, leaves.leaves, axes.n)
             return Init(self.options, axes, program, leaves.leaves, split, state)
 
         body = self._keep(("init", axes, leaves, split), make)
         tree = jax.tree.structure(body.program.out)
-        arrays = [bare(x) for x in arrays]
+        arrays = [unwrap(x) for x in arrays]
         if any(isinstance(x, jax.ShapeDtypeStruct) for x in arrays) and not manual:
             return jax.tree.unflatten(tree, self._abstract_state(body))
         paths = [leaf.path for leaf in leaves.leaves]
@@ -88,16 +86,16 @@ class Calls:
 
     def update(self, call: str, grads: Any, state: Any, params: Any, extra: dict[str, Any]) -> Any:
         """Updates (or, for `apply`, new parameters) and new state."""
-        axes, manual = self.options.context(call)
-        g, g_arrays = self._leaves(call, grads, axes)
+        axes, manual = resolve_axes(self.options, call)
+        g, g_arrays = optimizer_leaves(self.options, call, grads, axes)
         at_rest = manual and self.options.stage == 3
-        p, p_arrays = (None, []) if params is None else self._leaves(call, params, axes, at_rest)
+        p, p_arrays = (None, []) if params is None else optimizer_leaves(self.options, call, params, axes, at_rest)
         if p is not None:
             checks.same_leaves(call, grads, params)
             g = checks.gradients(call, g, g_arrays, p, manual)
         if manual:
             checks.closures(call, extra, axes)
-        more, trees, others = trace.sort_extra(self.inner, extra, p or g, call, manual)
+        more, trees, others = optimizer_trace.sort_extra(self.inner, extra, p or g, call, manual)
         leaves = (*g.leaves, *(leaf for t in more.trees.values() for leaf in t.leaves))
         split = tuple(_is_share(leaf, x, axes, manual) for leaf, x in zip(leaves, [*g_arrays, *trees], strict=True))
         split_p = () if p is None else self._split_params(call, p, p_arrays, manual)
@@ -105,7 +103,7 @@ class Calls:
 
         def make() -> Update:
             add, local = call == "apply", manual and not self.reduced
-            traced = trace.trace_update(self.inner, g, state, p, more, axes, add)
+            traced = optimizer_trace.trace_update(self.inner, g, state, p, more, axes, add)
             known = () if p is None else p.leaves
             return Update(self.options, axes, traced, leaves, split, local, known, split_p)
 
@@ -114,7 +112,7 @@ class Calls:
         body = self._keep(key, make)
         grads_ = [_reading(x, leaf) for x, leaf in zip([*g_arrays, *trees], leaves, strict=True)]
         consts = body.traced.program.consts
-        arrays = [grads_, s_arrays, [bare(x) for x in p_arrays], others, consts]
+        arrays = [grads_, s_arrays, [unwrap(x) for x in p_arrays], others, consts]
         if manual:
             checks.local(call, body, arrays, self.reduced, params is None)
             new, new_state = body(*arrays)
@@ -124,52 +122,7 @@ class Calls:
             new, new_state = self._region(call, body, [*paths, None, None])(*arrays)
         return _assemble(call, body, new, new_state, s_arrays, p_arrays, manual)
 
-    def report(self, params: Any) -> Report:
-        """What one update with split gradients does, without running it."""
-        checks.inner_optimizer(self.inner, ShardedOptimizer, "explain")
-        axes, _ = self.options.context("explain")
-        checks.parameters("explain", self.options, params)
-        leaves, _ = self._leaves("explain", params, axes)
-        state = trace.trace_init(self.inner, leaves, axes).out
-        none = trace.Extra({}, {}, {})
-        traced = trace.trace_update(self.inner, leaves, state, leaves, none, axes, False)
-        cut = tuple(leaf.layout is not None for leaf in leaves.leaves)
-        cut_params = cut if self.options.stage == 3 else (False,) * len(cut)
-        known = leaves.leaves
-        body = Update(self.options, axes, traced, known, cut, False, known, cut_params)
-        shapes: list[Any] = [
-            [(x.layout.stored_shape if x.layout else x.shape, x.dtype) for x in known],
-            [(x.stored_shape, x.dtype) for x in traced.state],
-            [(x.cut.stored_shape if c else x.shape, x.dtype) for x, c in zip(known, cut_params, strict=True)],
-            [],
-            [(np.shape(x), jnp.result_type(x)) for x in traced.program.consts],
-        ]
-        arrays = [
-            sharding_axes.abstract(self.options.mesh, x, spec) for x, spec in zip(shapes, body.in_specs, strict=True)
-        ]
-        record = Record()
-        observed = functools.partial(body, record=record)
-        jax.eval_shape(open_region(self.options.mesh, axes, observed, body.in_specs, body.out_specs), *arrays)
-        return Report.of(record, axes.n, self._over_others(body, arrays))
-
-    def _over_others(self, body: Update, arrays: Sequence[Any]) -> tuple[Any, ...] | None:
-        """What the update moves over mesh axes that are the compiler's: only the compiled program shows it."""
-        if self.options.param_specs is None or not isinstance(self.options.mesh, Mesh):
-            return None
-        own = set(body.axes.every)
-        compiled = jax.jit(split_regions.around(body)).lower(*arrays).compile()
-        return tuple(x for x in hlo.collectives(compiled, self.options.mesh) if x.axes and set(x.axes) - own)
-
     # --- behind the calls ---
-
-    def _leaves(self, call: str, tree: Any, axes: Axes, shares: bool = False) -> tuple[Leaves, list[Any]]:
-        for path, x in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_split):
-            checks.split_leaf(call, path, x)
-        arrays = jax.tree.leaves(tree, is_leaf=is_split)
-        leaves = self.options.leaves(tree, axes.n, shares=shares)
-        if self.options.unused == "skip":
-            leaves = skipping(leaves, self.options.observed.unused)
-        return leaves, arrays
 
     def _split_params(self, call: str, leaves: Leaves, arrays: Sequence[Any], manual: bool) -> tuple[bool, ...]:
         """Which parameters come as shares: an `EvenSplit` is one, and at stage 3 every leaf that is cut."""
@@ -179,13 +132,13 @@ class Calls:
             share = is_split(x) or (self.options.stage == 3 and layout is not None)
             if share and layout is not None:
                 wanted = layout.local_shape if manual else layout.stored_shape
-                checks.stored_shape(call, "parameter", leaf.path, np.shape(bare(x)), wanted, layout.n)
+                checks.stored_shape(call, "parameter", leaf.path, np.shape(unwrap(x)), wanted, layout.n)
             out.append(share and layout is not None)
         return tuple(out)
 
     def _keep(self, key: Any, make: Callable[[], Any]) -> Any:
         """The traced call for `key`, traced once unless it closed over values being traced."""
-        key = (*key, sharding_axes.x64())
+        key = (*key, trace.x64())
         try:
             kept = self._kept.get(key)
         except TypeError:  # an extra argument that cannot be hashed
@@ -193,7 +146,7 @@ class Calls:
         if kept is None:
             kept = _traced(make)
             program = kept.program if isinstance(kept, Init) else kept.traced.program
-            if not sharding_axes.is_traced(program.consts):
+            if not place.is_traced(program.consts):
                 if len(self._kept) >= _KEPT:
                     self._kept.pop(next(iter(self._kept)))
                 self._kept[key] = kept
@@ -205,12 +158,12 @@ class Calls:
         run = body.once("_regions", lambda: split_regions.around(body))
 
         def call_(*arrays: Any) -> Any:
-            planned = sharding_axes.is_elsewhere(options.mesh) and sharding_axes.is_traced(arrays)
+            planned = place.is_elsewhere(options.mesh) and place.is_traced(arrays)
             placed = [
-                sharding_axes.place_all(call, options.mesh, path, xs, spec, axes, kinds, planned=planned)
+                place.place_all(call, options.mesh, path, xs, spec, axes, kinds, planned=planned)
                 for path, xs, spec, kinds in zip(paths, arrays, body.in_specs, body.in_kinds, strict=True)
             ]
-            if sharding_axes.is_traced(placed):
+            if place.is_traced(placed):
                 return run(*placed)
             return body.once("_compiled", lambda: jax.jit(run))(*placed)
 
@@ -218,7 +171,20 @@ class Calls:
 
     def _abstract_state(self, body: Init) -> list[jax.ShapeDtypeStruct]:
         shapes = [(leaf.stored_shape, leaf.dtype) for leaf in body.state]
-        return sharding_axes.abstract(self.options.mesh, shapes, body.out_specs, body.out_kinds)
+        return place.abstract(self.options.mesh, shapes, body.out_specs, body.out_kinds)
+
+
+def optimizer_leaves(
+    options: Options, call: str, tree: Any, axes: Axes, shares: bool = False
+) -> tuple[Leaves, list[Any]]:
+    """The leaves of a tree of parameters or gradients and their arrays; skipped ones are marked."""
+    for path, x in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_split):
+        checks.split_leaf(call, path, x)
+    arrays = jax.tree.leaves(tree, is_leaf=is_split)
+    leaves = param_leaves(options, tree, axes.n, shares=shares)
+    if options.unused == "skip":
+        leaves = skipping(leaves, options.observed.unused)
+    return leaves, arrays
 
 
 def _traced(make: Callable[[], Any]) -> Any:
@@ -244,7 +210,7 @@ def _is_share(leaf: Leaf, x: Any, axes: Axes, manual: bool) -> bool:
     if is_split(x):
         return True
     if manual:
-        shape, over = np.shape(x), sharding_axes.varying(x)
+        shape, over = np.shape(x), vma.varying(x)
         alone = axes.n == 1 and over.issuperset(axes.shard) and not over & set(axes.replica)
         return shape == leaf.layout.local_shape and (shape != leaf.shape or alone)
     return leaf.layout.plain
@@ -252,7 +218,7 @@ def _is_share(leaf: Leaf, x: Any, axes: Axes, manual: bool) -> bool:
 
 def _reading(x: Any, leaf: Leaf) -> Any:
     """The array that stands for a gradient; nobody reads that of a leaf that passes through."""
-    return bare(x) if leaf.trainable else jnp.zeros(())
+    return unwrap(x) if leaf.trainable else jnp.zeros(())
 
 
 def _assemble(
@@ -263,7 +229,7 @@ def _assemble(
     traced, out = body.traced, []
     for i, leaf in enumerate(traced.new.leaves):
         if leaf.trainable:
-            out.append(wear(next(moved), body.rest(leaf)))
+            out.append(wrap_padded(next(moved), body.rest(leaf)))
         elif call == "apply":
             out.append(p_arrays[i])
         else:
@@ -278,4 +244,4 @@ def _no_update(leaf: Leaf, layout: Any, manual: bool) -> Any:
         return np.zeros(leaf.shape, jax.dtypes.float0)
     if layout is None:
         return jnp.zeros(leaf.shape, leaf.dtype)
-    return wear(jnp.zeros(layout.local_shape if manual else layout.stored_shape, leaf.dtype), layout)
+    return wrap_padded(jnp.zeros(layout.local_shape if manual else layout.stored_shape, leaf.dtype), layout)

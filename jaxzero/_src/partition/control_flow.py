@@ -9,9 +9,9 @@ from jax import lax
 from jax.extend.core import jaxpr_as_fun
 
 from ..jaxpr.compat import open_program, scan_parts
-from ..sharding.axes import cast
 from ..sharding.layout import Layout
-from .values import Context, Partial, Split, Spread, Value
+from ..sharding.vma import cast
+from .values import Context, LazyBroadcast, Partial, Split, Value
 
 Run = Callable[[Context, Any, list[Any], list[Value]], list[Value]]
 
@@ -28,7 +28,7 @@ def _plain(ctx: Context, values: list[Value]) -> list[Value]:
     partial = [x for x in values if isinstance(x, Partial)]
     if partial:
         ctx.whole(partial)
-    return [ctx.whole([x])[0] if isinstance(x, (Partial, Spread)) else x for x in values]
+    return [ctx.whole([x])[0] if isinstance(x, (Partial, LazyBroadcast)) else x for x in values]
 
 
 def _entering(values: list[Value]) -> list[Value]:
@@ -51,7 +51,7 @@ def cond(run: Run, ctx: Context, eqn: Any, ins: list[Value]) -> list[Value]:
             inner = ctx.child(quiet=quiet)
             jaxpr, consts = program
             outs = run(inner, jaxpr, consts, values)
-            return outs if forms is None else _typed(inner, inner.settle(outs, forms))
+            return outs if forms is None else _typed(inner, inner.convert_all(outs, forms))
 
         return body
 
@@ -78,7 +78,7 @@ def _carry_forms(
     gathered: list[bool] = []
 
     def body(carry: list[Value]) -> list[Value]:
-        values = _typed(ctx, ctx.child(quiet=True).settle(carry, tuple(forms)))
+        values = _typed(ctx, ctx.child(quiet=True).convert_all(carry, tuple(forms)))
         outs = step(ctx.child(quiet=True), values)
         gathered[:] = [isinstance(x, Split) and x.whole is not None for x in values]
         return outs
@@ -116,13 +116,13 @@ def scan(run: Run, ctx: Context, eqn: Any, ins: list[Value]) -> list[Value]:
     forms = _carry_forms(
         ctx, lambda inner, c: step(inner, c, [lax.index_in_dim(x, 0, keepdims=False) for x in scanned])[:carries], carry
     )
-    carry = _typed(ctx, ctx.settle(carry, forms))
+    carry = _typed(ctx, ctx.convert_all(carry, forms))
 
     def body(c: list[Value], slices: list[Any]) -> tuple[list[Value], list[Value]]:
         inner = ctx.child(times=length)
         outs = step(inner, c, slices)
         wanted = [*forms, *map(_form, outs[carries:])]
-        outs = _typed(inner, inner.settle(outs, wanted))
+        outs = _typed(inner, inner.convert_all(outs, wanted))
         return outs[:carries], outs[carries:]
 
     keywords = {k: eqn.params[k] for k in ("reverse", "unroll")}
@@ -132,8 +132,10 @@ def scan(run: Run, ctx: Context, eqn: Any, ins: list[Value]) -> list[Value]:
 
 def _stacked(y: Split, length: int) -> Split:
     layout = y.layout
-    beside = ((), *layout.beside) if layout.beside else ()
-    return Split(y.local, Layout((length, *layout.shape), layout.n, layout.kind, layout.lead + 1, beside=beside))
+    other_axes = ((), *layout.other_axes) if layout.other_axes else ()
+    return Split(
+        y.local, Layout((length, *layout.shape), layout.n, layout.kind, layout.lead + 1, other_axes=other_axes)
+    )
 
 
 def while_(run: Run, ctx: Context, eqn: Any, ins: list[Value]) -> list[Value]:
@@ -153,15 +155,15 @@ def while_(run: Run, ctx: Context, eqn: Any, ins: list[Value]) -> list[Value]:
         return run(inner, body[0], body[1], [*_entering(body_consts), *c])
 
     forms = _carry_forms(ctx, step, carry)
-    carry = _typed(ctx, ctx.settle(carry, forms))
+    carry = _typed(ctx, ctx.convert_all(carry, forms))
 
     def again(c: list[Value]) -> Any:
         inner = ctx.child()
-        return inner.settle(run(inner, test[0], test[1], [*_entering(cond_consts), *c]), [None])[0]
+        return inner.convert_all(run(inner, test[0], test[1], [*_entering(cond_consts), *c]), [None])[0]
 
     def turn(c: list[Value]) -> list[Value]:
         inner = ctx.child()
-        return _typed(inner, inner.settle(step(inner, c), forms))
+        return _typed(inner, inner.convert_all(step(inner, c), forms))
 
     return lax.while_loop(again, turn, carry)
 

@@ -15,14 +15,14 @@ import numpy as np
 from jax import lax
 from jax.extend.random import threefry2x32_p
 
-from ..sharding.axes import match
 from ..sharding.layout import Layout, even_split
+from ..sharding.vma import match
 from .values import Context, Split, Value
 
 _WORD = 2**32
 
 
-class Born:
+class ShardedDraws:
     """Which draws are made split, and how: those of the shapes of leaves, and of one layer of a stacked leaf.
 
     A draw of as many elements in another shape, which initializers reshape, is made in equal parts too.
@@ -49,7 +49,7 @@ class Born:
 def bits(ctx: Context, eqn: Any, ins: list[Value]) -> list[Value] | None:
     """`random_bits` as a share, where its shape is one that is born split; else `None`."""
     (keys,) = ins
-    layout = ctx.born.layout(eqn.outvars[0].aval.shape)
+    layout = ctx.sharded_draws.layout(eqn.outvars[0].aval.shape)
     plain = jax.config.jax_threefry_partitionable and str(jax.random.key_impl(keys)) == "threefry2x32"  # type: ignore[attr-defined]
     width = eqn.params["bit_width"]
     if layout is None or not plain or width not in (8, 16, 32, 64) or keys.ndim > layout.lead:

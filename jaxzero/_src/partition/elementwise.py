@@ -7,13 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import AbstractMesh
 
 from ..jaxpr.bind import bind
+from ..jaxpr.trace import EMPTY_MESH
 from ..sharding.layout import Layout
-from .values import Context, Partial, Split, Spread, Value
-
-EMPTY_MESH = AbstractMesh((), ())
+from .values import Context, LazyBroadcast, Partial, Split, Value
 
 
 def is_elementwise(eqn: Any) -> bool:
@@ -83,7 +81,7 @@ def on_shares(ctx: Context, eqn: Any, ins: list[Value]) -> list[Value] | None:
 
 def _pick(ins: list[Value], shape: tuple[int, ...]) -> Layout | None:
     """The layout of the result: that of a split operand, the fullest one first."""
-    layouts = sorted((x.layout for x in ins if isinstance(x, Split)), key=lambda layout: not layout.beside)
+    layouts = sorted((x.layout for x in ins if isinstance(x, Split)), key=lambda layout: not layout.other_axes)
     for layout in layouts:
         if layout.shape == shape:
             return layout
@@ -96,15 +94,15 @@ def _pick(ins: list[Value], shape: tuple[int, ...]) -> Layout | None:
 
 def on_spreads(eqn: Any, ins: list[Value]) -> list[Value] | None:
     """Scalars and broadcast scalars give a broadcast scalar: constants are never made in full."""
-    if not any(isinstance(x, Spread) for x in ins):
+    if not any(isinstance(x, LazyBroadcast) for x in ins):
         return None
     scalars = []
     for x in ins:
-        value = x.value if isinstance(x, Spread) else x
+        value = x.value if isinstance(x, LazyBroadcast) else x
         if isinstance(value, (Split, Partial)) or np.ndim(value):
             return None
         scalars.append(value)
-    return [Spread(y, v.aval.shape, ()) for y, v in zip(bind(eqn, scalars), eqn.outvars, strict=True)]
+    return [LazyBroadcast(y, v.aval.shape, ()) for y, v in zip(bind(eqn, scalars), eqn.outvars, strict=True)]
 
 
 # --- partial sums --------------------------------------------------------------------------------
@@ -134,17 +132,18 @@ def on_partials(ctx: Context, eqn: Any, ins: list[Value]) -> list[Value] | None:
     if not linear or out.size > max(x.local.size for x, s in zip(ins, sums, strict=True) if s):
         return None
     locals_ = [
-        x.local if s else x.value if isinstance(x, Spread) and not x.dims else x for x, s in zip(ins, sums, strict=True)
+        x.local if s else x.value if isinstance(x, LazyBroadcast) and not x.dims else x
+        for x, s in zip(ins, sums, strict=True)
     ]
     return [Partial(y, "sum") for y in bind(eqn, locals_)]
 
 
 def _value(x: Value) -> Value:
-    return x.value if isinstance(x, Spread) else x
+    return x.value if isinstance(x, LazyBroadcast) else x
 
 
 def _ready(x: Value) -> bool:
-    return not isinstance(x, (Split, Partial)) and not (isinstance(x, Spread) and x.dims)
+    return not isinstance(x, (Split, Partial)) and not (isinstance(x, LazyBroadcast) and x.dims)
 
 
 def _on_one_device(ctx: Context, x: Value) -> Partial:

@@ -12,9 +12,9 @@ import numpy as np
 
 from ..jaxpr.bind import bind
 from ..jaxpr.compat import Literal, open_program
-from ..sharding.axes import varying
+from ..sharding.vma import varying
 from . import contractions, control_flow, draws, elementwise, indexing, reductions, structural
-from .values import Context, Partial, Split, Spread, Value, Wait
+from .values import Context, LazyBroadcast, NeedsReplicated, Partial, Split, Value
 
 _MISSING = object()
 
@@ -77,7 +77,7 @@ def run(ctx: Context, jaxpr: Any, consts: Sequence[Value], args: Sequence[Value]
         waited: list[Split | Partial] = []
         _round(ctx, work, aside, waited)
         assert not aside or waited, "an equation waits for nothing"
-        ctx.cross(waited)
+        ctx.communicate(waited)
         work = aside
     return [scope.read(v) for v in jaxpr.outvars]
 
@@ -89,7 +89,7 @@ def _round(ctx: Context, work: Any, aside: list[Any], waited: list[Any]) -> None
         ins = [scope.read(v) for v in eqn.invars]
         missing = any(x is _MISSING for x in ins)
         key = _CALLS.get(eqn.primitive.name)
-        if key and (missing or ctx.born or not _bound_as_it_is(ins)):
+        if key and (missing or ctx.sharded_draws or not _bound_as_it_is(ins)):
             jaxpr, consts = open_program(eqn.params[key])
             inner = _Scope(zip(jaxpr.constvars, consts, strict=True))
             for v, atom, x in zip(jaxpr.invars, eqn.invars, ins, strict=True):
@@ -107,7 +107,7 @@ def _round(ctx: Context, work: Any, aside: list[Any], waited: list[Any]) -> None
             continue
         try:
             outs = _apply(ctx, eqn, ins)
-        except Wait as wait:
+        except NeedsReplicated as wait:
             _note_wait(ctx, eqn, wait.values)
             waited += wait.values
             aside.append((eqn, scope))
@@ -123,18 +123,18 @@ def _note_wait(ctx: Context, eqn: Any, values: Sequence[Any]) -> None:
 
 def _bound_as_it_is(ins: Sequence[Value]) -> bool:
     """Whether an inner program may be bound: its type check knows nothing of varying operands."""
-    return all(not isinstance(x, (Split, Partial, Spread)) and not varying(x) for x in ins)
+    return all(not isinstance(x, (Split, Partial, LazyBroadcast)) and not varying(x) for x in ins)
 
 
 def _apply(ctx: Context, eqn: Any, ins: list[Value]) -> list[Value]:
     name = eqn.primitive.name
     divided = any(isinstance(x, (Split, Partial)) for x in ins)
-    if name in control_flow.RULES and (ctx.born or not _bound_as_it_is(ins)):
+    if name in control_flow.RULES and (ctx.sharded_draws or not _bound_as_it_is(ins)):
         ctx.note(eqn, "loop")
         return control_flow.RULES[name](run, ctx, eqn, ins)
     if name in _IDENTITY:
         return list(ins)
-    if name == "random_bits" and ctx.born and (outs := draws.bits(ctx, eqn, ins)) is not None:
+    if name == "random_bits" and ctx.sharded_draws and (outs := draws.bits(ctx, eqn, ins)) is not None:
         return outs
     if not divided:
         return _whole(ctx, eqn, ins)
@@ -167,9 +167,9 @@ def _whole(ctx: Context, eqn: Any, ins: list[Value]) -> list[Value]:
     """No operand is divided: the equation runs as it is, equal on all devices."""
     if eqn.primitive.name == "broadcast_in_dim" and len(ins) == 1:
         x, aval = ins[0], eqn.outvars[0].aval
-        if not isinstance(x, Spread) and np.size(x) < aval.size:
-            return [Spread(x, aval.shape, tuple(eqn.params["broadcast_dimensions"]))]
-    if any(isinstance(x, Spread) for x in ins) and elementwise.is_elementwise(eqn):
+        if not isinstance(x, LazyBroadcast) and np.size(x) < aval.size:
+            return [LazyBroadcast(x, aval.shape, tuple(eqn.params["broadcast_dimensions"]))]
+    if any(isinstance(x, LazyBroadcast) for x in ins) and elementwise.is_elementwise(eqn):
         outs = elementwise.on_spreads(eqn, ins)
         if outs is not None:
             return outs

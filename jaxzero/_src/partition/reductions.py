@@ -11,8 +11,8 @@ import numpy as np
 from jax import lax
 
 from ..jaxpr.bind import bind
-from ..sharding.axes import cast, varying
 from ..sharding.layout import Layout
+from ..sharding.vma import cast, varying
 from .values import Context, Partial, Split, Value
 
 _HOW = {

@@ -19,8 +19,9 @@ from jax import lax
 
 from ..comm import collectives
 from ..comm.hierarchical import gather
-from ..sharding.axes import Axes, cast, varying
+from ..sharding.axes import Axes
 from ..sharding.layout import Layout, Shape
+from ..sharding.vma import cast, varying
 
 Array = jax.Array
 
@@ -67,7 +68,7 @@ class Partial:
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["value"], meta_fields=["shape", "dims"])
 @dataclasses.dataclass(eq=False)
-class Spread:
+class LazyBroadcast:
     """`broadcast_in_dim(value, shape, dims)`, made only where it is needed and only as large."""
 
     value: Array
@@ -83,7 +84,7 @@ class Spread:
 Value = Any  # Array | Split | Partial | Spread
 
 
-class Wait(Exception):
+class NeedsReplicated(Exception):
     """A rule needs these values whole; the evaluator makes them so, all in one go, and calls again."""
 
     def __init__(self, values: Sequence[Split | Partial]) -> None:
@@ -100,13 +101,13 @@ class Context:
         bucket_bytes: int | None,
         record: Any,
         times: int = 1,
-        born: Any = None,
+        sharded_draws: Any = None,
     ) -> None:
         self.axes = axes
         self.bucket_bytes = bucket_bytes
         self.record = record
         self.times = times
-        self.born = born  # which random draws are made share by share (`draws.Born`)
+        self.sharded_draws = sharded_draws  # which random draws are made share by share (`draws.ShardedDraws`)
         self._index: Array | None = None
         self._masks: dict[tuple[int, int], Array] = {}
 
@@ -118,7 +119,7 @@ class Context:
     def child(self, *, times: int = 1, quiet: bool = False) -> "Context":
         """A context for an inner program: its own trace, so nothing computed is carried over."""
         record = None if quiet else self.record
-        return Context(self.axes, self.bucket_bytes, record, self.times * times, self.born)
+        return Context(self.axes, self.bucket_bytes, record, self.times * times, self.sharded_draws)
 
     def note(self, eqn: Any, how: str) -> None:
         """Writes one line of the record, if there is one."""
@@ -163,10 +164,10 @@ class Context:
         """All of `values` as whole arrays, or a `Wait` for those that have to cross devices first."""
         waiting = [x for x in values if isinstance(x, (Split, Partial)) and x.whole is None]
         if waiting:
-            raise Wait(waiting)
+            raise NeedsReplicated(waiting)
         return [_whole(x) for x in values]
 
-    def cross(self, values: Sequence[Split | Partial]) -> None:
+    def communicate(self, values: Sequence[Split | Partial]) -> None:
         """Makes values whole: one bucketed collective for each way of reducing, one for the gathers."""
         todo = list({id(x): x for x in values if x.whole is None}.values())
         for how, reduce in _REDUCE.items():
@@ -203,7 +204,7 @@ class Context:
                 return x.local
             if _same_ranges(x.layout, layout):
                 return x.local.reshape(layout.local_shape)
-        if isinstance(x, Spread):
+        if isinstance(x, LazyBroadcast):
             return _spread_share(x, layout, self.index)
         (x,) = self.whole([x])
         if x.ndim == 0 or (layout.kind == "rows" and x.shape[layout.lead] == 1):
@@ -221,17 +222,19 @@ class Context:
             local = jnp.broadcast_to(local, layout.local_shape)
         return Split(cast(local, self.axes.shard), layout)
 
-    def settle(self, values: Sequence[Value], layouts: Sequence[Layout | None], *, record: bool = True) -> list[Value]:
+    def convert_all(
+        self, values: Sequence[Value], layouts: Sequence[Layout | None], *, record: bool = True
+    ) -> list[Value]:
         """Every value in the wanted form (`None`: whole), with one round of collectives for all."""
         need = []
         for x, layout in zip(values, layouts, strict=True):
             try:
                 self.whole([x]) if layout is None else self.share(x, layout)
-            except Wait as wait:
+            except NeedsReplicated as wait:
                 need += wait.values
         if record and self.record is not None:
-            self.record.cross("the result", need, self.times)
-        self.cross(need)
+            self.record.communicate("the result", need, self.times)
+        self.communicate(need)
         return [
             self.whole([x])[0] if layout is None else self.split(x, layout)
             for x, layout in zip(values, layouts, strict=True)
@@ -240,7 +243,7 @@ class Context:
 
 def _like(layout: Layout, shape: Shape) -> Layout:
     """The layout for an array that broadcasts to one of `layout`: a dimension of size 1 is not sharded."""
-    if not layout.beside:
+    if not layout.other_axes:
         return dataclasses.replace(layout, shape=shape)
     return layout.rows(shape, layout.lead, range(len(shape)))
 
@@ -248,7 +251,7 @@ def _like(layout: Layout, shape: Shape) -> Layout:
 def _whole(x: Value) -> Array:
     if isinstance(x, (Split, Partial)):
         return x.whole  # type: ignore[return-value]
-    if isinstance(x, Spread):
+    if isinstance(x, LazyBroadcast):
         return lax.broadcast_in_dim(x.value, x.shape, x.dims)
     return x
 
@@ -298,7 +301,7 @@ def _same_ranges(a: Layout, b: Layout) -> bool:
     return a.shape == b.shape and before[0] == before[1]
 
 
-def _spread_share(x: Spread, layout: Layout, index: Array) -> Array:
+def _spread_share(x: LazyBroadcast, layout: Layout, index: Array) -> Array:
     """A device's share of a broadcast array, without the array."""
     if x.value.ndim == 0 or x.value.size == 1:
         return lax.broadcast(x.value.reshape(()), layout.local_shape)

@@ -1,1 +1,1 @@
-"""PLACEHOLDER."""
+"""Layouts, axes, leaves, options, and where arrays stand; knows no program."""

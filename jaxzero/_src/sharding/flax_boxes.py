@@ -7,9 +7,9 @@ from typing import Any
 
 import jax
 
-from .axes import path_text
+from .._text import path_text
 from .layout import is_split
-from .options import Options
+from .options import Options, other_axes
 
 
 def is_box(x: Any) -> bool:
@@ -76,4 +76,4 @@ def _axes(x: Any) -> list[Any]:
 def _kept(options: Options, path: Any, box: Any) -> Iterator[str]:
     """The other mesh axes that `param_specs` names for what is in a box."""
     for inner, leaf in jax.tree_util.tree_leaves_with_path(box, is_leaf=is_split):
-        yield from (a for part in options.beside((*path, *inner), leaf) for a in part)
+        yield from (a for part in other_axes(options, (*path, *inner), leaf) for a in part)

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec
 
 Shape = tuple[int, ...]
 #: For each dimension the other mesh axes that shard it; empty where none shards any.
-Beside = tuple[tuple[str, ...], ...]
+OtherAxes = tuple[tuple[str, ...], ...]
 
 #: Arrays of fewer than `SMALL * n` elements that are not like a parameter stay whole.
 SMALL = 8
@@ -35,14 +35,14 @@ class Layout:
         ``"flat"`` (the dimensions from `lead` on are ravelled, padded to a multiple of `n`, and cut).
       lead: The number of leading dimensions that are not cut.
       name: The leaf it is for, if any: compiled programs name their collectives by it. No part of equality.
-      beside: The other mesh axes that shard each dimension. Shapes are those over all of them together.
+      other_axes: The other mesh axes that shard each dimension. Shapes are those over all of them together.
 
     Examples:
       >>> Layout((5, 3), 4, "flat").stored_shape
       (16,)
       >>> Layout((6, 8, 3), 4, "rows", 1).local_shape
       (6, 2, 3)
-      >>> Layout((5, 6), 4, "rows", beside=((), ("model",))).stored_shape
+      >>> Layout((5, 6), 4, "rows", other_axes=((), ("model",))).stored_shape
       (8, 6)
     """
 
@@ -51,7 +51,7 @@ class Layout:
     kind: Literal["rows", "flat"]
     lead: int = 0
     name: str = dataclasses.field(default="", compare=False, repr=False)
-    beside: Beside = ()
+    other_axes: OtherAxes = ()
 
     @property
     def length(self) -> int:
@@ -89,13 +89,13 @@ class Layout:
 
     def spec(self, axes: tuple[str, ...]) -> PartitionSpec:
         """The `PartitionSpec` of the stored array when `axes` (outer first) split it."""
-        parts = list(self.beside) or [()] * (self.lead + 1)
+        parts = list(self.other_axes) or [()] * (self.lead + 1)
         parts[self.lead] = axes
         return partition_spec(parts)
 
     def per_layer(self) -> "Layout":
         """The layout of one layer of a stacked leaf: the first dimension is gone."""
-        return Layout(self.shape[1:], self.n, self.kind, self.lead - 1, self.name, _or_none(self.beside[1:]))
+        return Layout(self.shape[1:], self.n, self.kind, self.lead - 1, self.name, _or_none(self.other_axes[1:]))
 
     def rows(self, shape: Shape, lead: int, origin: Sequence[int | None] = ()) -> "Layout":
         """Rows of another array over the same devices.
@@ -108,17 +108,17 @@ class Layout:
         Returns:
           Its layout. What the other axes do to it is a guess, by which only the compiler's work depends.
         """
-        if not self.beside:
+        if not self.other_axes:
             return Layout(tuple(shape), self.n, "rows", lead)
         kept = (
-            self.beside[d] if d is not None and self.shape[d] == size else ()
+            self.other_axes[d] if d is not None and self.shape[d] == size else ()
             for d, size in zip(origin, shape, strict=True)
         )
-        return Layout(tuple(shape), self.n, "rows", lead, beside=_or_none(tuple(kept)))
+        return Layout(tuple(shape), self.n, "rows", lead, other_axes=_or_none(tuple(kept)))
 
 
-def _or_none(beside: Beside) -> Beside:
-    return beside if any(beside) else ()
+def _or_none(other_axes: OtherAxes) -> OtherAxes:
+    return other_axes if any(other_axes) else ()
 
 
 def partition_spec(parts: Sequence[tuple[str, ...]]) -> PartitionSpec:
@@ -134,7 +134,7 @@ def partition_spec(parts: Sequence[tuple[str, ...]]) -> PartitionSpec:
     return PartitionSpec(*entries)
 
 
-def even_split(shape: Shape, n: int, lead: int = 0, name: str = "", beside: Beside = ()) -> Layout | None:
+def even_split(shape: Shape, n: int, lead: int = 0, name: str = "", other_axes: OtherAxes = ()) -> Layout | None:
     """The layout of a parameter-like array of `shape`, or `None` where it stays whole.
 
     Scalars and empty arrays are whole, and so are a stacked leaf whose layers are scalars and a leaf that has
@@ -142,20 +142,20 @@ def even_split(shape: Shape, n: int, lead: int = 0, name: str = "", beside: Besi
 
     Examples:
       >>> even_split((16, 3), 8)
-      Layout(shape=(16, 3), n=8, kind='rows', lead=0, beside=())
+      Layout(shape=(16, 3), n=8, kind='rows', lead=0, other_axes=())
       >>> even_split((3,), 8).padding
       5
       >>> even_split((), 8) is None
       True
-      >>> even_split((6, 16), 8, beside=(("model",), ())).lead
+      >>> even_split((6, 16), 8, other_axes=(("model",), ())).lead
       1
     """
     shape = tuple(shape)
     if len(shape) <= lead or math.prod(shape) == 0:
         return None
-    if any(beside):
-        free = [d for d in range(lead, len(shape)) if not beside[d]]
-        return Layout(shape, n, "rows", free[0], name, beside) if free else None
+    if any(other_axes):
+        free = [d for d in range(lead, len(shape)) if not other_axes[d]]
+        return Layout(shape, n, "rows", free[0], name, other_axes) if free else None
     return Layout(shape, n, "rows" if shape[lead] % n == 0 else "flat", lead, name)
 
 

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from .axes import path_text
-from .layout import Beside, EvenSplit, Layout, Shape, default_split, even_split, is_split, partition_spec
+from .._text import path_text
+from .layout import EvenSplit, Layout, OtherAxes, Shape, default_split, even_split, is_split, partition_spec
 
 Path = tuple[Any, ...]
 
@@ -30,7 +30,7 @@ class Leaf:
       dtype: Its dtype.
       layout: How it is cut; `None`: it is whole.
       skipped: Whether it stays as it is although it could be trained (`unused="skip"`).
-      beside: The other mesh axes that shard each dimension, cut or not; empty where none does.
+      other_axes: The other mesh axes that shard each dimension, cut or not; empty where none does.
       layers: How many leading dimensions count layers, inside each of which it is cut.
     """
 
@@ -39,7 +39,7 @@ class Leaf:
     dtype: Any
     layout: Layout | None
     skipped: bool = False
-    beside: Beside = ()
+    other_axes: OtherAxes = ()
     layers: int = 0
 
     @property
@@ -55,17 +55,17 @@ class Leaf:
 
     def spec(self, axes: tuple[str, ...] | None) -> PartitionSpec:
         """Where it is when `axes` split it; `None`: they do not."""
-        return spec_of(None if axes is None else self.layout, self.beside, axes)
+        return spec_of(None if axes is None else self.layout, self.other_axes, axes)
 
-    def stand_in(self) -> jax.ShapeDtypeStruct:
+    def trace_aval(self) -> jax.ShapeDtypeStruct:
         """What the inner optimizer is traced with: itself; an integer for a key or a bool."""
         plain = not (self.dtype == np.bool_ or is_key(self.dtype))
         return jax.ShapeDtypeStruct(self.shape, self.dtype if plain else np.int32)
 
 
-def spec_of(layout: Layout | None, beside: Beside, axes: tuple[str, ...] | None) -> PartitionSpec:
+def spec_of(layout: Layout | None, other_axes: OtherAxes, axes: tuple[str, ...] | None) -> PartitionSpec:
     """Where an array is that `axes` split as `layout` says (`None`: not at all) and other axes shard too."""
-    return partition_spec(beside) if layout is None or axes is None else layout.spec(axes)
+    return partition_spec(other_axes) if layout is None or axes is None else layout.spec(axes)
 
 
 def is_key(dtype: Any) -> bool:
@@ -93,9 +93,9 @@ class Leaves:
     leaves: tuple[Leaf, ...]
     tree: Any
 
-    def stand_ins(self) -> list[jax.ShapeDtypeStruct]:
+    def trace_avals(self) -> list[jax.ShapeDtypeStruct]:
         """Abstract arrays at logical shapes, for tracing."""
-        return [leaf.stand_in() for leaf in self.leaves]
+        return [leaf.trace_aval() for leaf in self.leaves]
 
     def unflatten(self, arrays: Sequence[Any]) -> Any:
         """A plain tree of `arrays`."""
@@ -111,7 +111,7 @@ def leaves_of(
     tree: Any,
     n: int,
     stacked: Callable[[Path], int] | None,
-    beside: Callable[[Path, Any], Beside] | None = None,
+    other_axes: Callable[[Path, Any], OtherAxes] | None = None,
     *,
     shares: bool = False,
 ) -> Leaves:
@@ -121,7 +121,7 @@ def leaves_of(
       tree: The tree.
       n: The number of shares.
       stacked: The leaves whose leading axis counts layers.
-      beside: The other mesh axes that shard a leaf, of its path and itself, abstract.
+      other_axes: The other mesh axes that shard a leaf, of its path and itself, abstract.
       shares: Whether plain arrays are this device's rows of parameters at rest (stage 3, inside a
         user's `shard_map`): then the logical shape is `n` times as long.
 
@@ -132,14 +132,14 @@ def leaves_of(
     pairs, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_split)
     for path, x in pairs:
         shape, dtype = shape_dtype(x)
-        others = beside(path, jax.ShapeDtypeStruct(shape, dtype)) if beside else ()
-        leaf = Leaf(path, shape, dtype, None, beside=others)
+        others = other_axes(path, jax.ShapeDtypeStruct(shape, dtype)) if other_axes else ()
+        leaf = Leaf(path, shape, dtype, None, other_axes=others)
         if leaf.trainable:
             lead = leading(stacked, path)
-            if shares and not is_split(x) and (cut := even_split(shape, 1, lead, beside=others)):
+            if shares and not is_split(x) and (cut := even_split(shape, 1, lead, other_axes=others)):
                 shape = (*shape[: cut.lead], shape[cut.lead] * n, *shape[cut.lead + 1 :])
             layout = even_split(shape, n, lead, path_text(path), others)
-            leaf = Leaf(path, shape, dtype, layout, beside=others, layers=lead if layout else 0)
+            leaf = Leaf(path, shape, dtype, layout, other_axes=others, layers=lead if layout else 0)
         out.append(leaf)
     return Leaves(tuple(out), structure)
 
@@ -170,7 +170,7 @@ class StateLeaf:
       dtype: Its dtype.
       layout: How it is cut; `None`: it is whole.
       frozen: Whether it belongs to a parameter that passes through: it never changes.
-      beside: The other mesh axes that shard the parameter that it belongs to.
+      other_axes: The other mesh axes that shard the parameter that it belongs to.
       owner: The key path of the parameter that it belongs to, or its own.
     """
 
@@ -179,7 +179,7 @@ class StateLeaf:
     dtype: Any
     layout: Layout | None
     frozen: bool
-    beside: Beside = ()
+    other_axes: OtherAxes = ()
     owner: Path = ()
 
     @property
@@ -189,7 +189,7 @@ class StateLeaf:
 
     def spec(self, axes: tuple[str, ...]) -> PartitionSpec:
         """Where it is when `axes` split it."""
-        return spec_of(self.layout, self.beside, axes)
+        return spec_of(self.layout, self.other_axes, axes)
 
 
 def state_leaves(state: Any, params: Sequence[Leaf], n: int) -> list[StateLeaf]:
@@ -203,16 +203,16 @@ def state_leaves(state: Any, params: Sequence[Leaf], n: int) -> list[StateLeaf]:
         elif jnp.issubdtype(x.dtype, jnp.inexact):
             layout = default_split(x.shape, n)
         frozen = leaf is not None and not leaf.trainable
-        mine = (path, ()) if leaf is None else (leaf.path, leaf.beside)
+        mine = (path, ()) if leaf is None else (leaf.path, leaf.other_axes)
         out.append(StateLeaf(path, x.shape, x.dtype, layout, frozen, mine[1], mine[0]))
     return out
 
 
-def wear(x: Any, layout: Layout | None) -> Any:
+def wrap_padded(x: Any, layout: Layout | None) -> Any:
     """A stored parameter or gradient as users see it: flat and padded ones wear their logical shape."""
     return x if layout is None or layout.plain else EvenSplit(x, layout.shape)
 
 
-def bare(x: Any) -> Any:
+def unwrap(x: Any) -> Any:
     """The inverse of `wear`."""
     return x.value if is_split(x) else x

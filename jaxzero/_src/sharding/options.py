@@ -1,21 +1,21 @@
 """The options that every part of the library reads, validated once."""
 
 import dataclasses
-import difflib
+import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
-from ..optimizer import offload as optimizer_offload
+from .._text import nearest
 from . import axes as sharding_axes
-from . import axis_checks
+from . import axis_checks, host
 from . import param_specs as sharding_param_specs
 from .axes import AxisNames
-from .layout import Beside
+from .layout import OtherAxes
 from .leaves import Leaves, leaves_of
 
 #: Measured (`benchmarks/buckets.py`): from here on joining costs more in copies than it saves in calls.
@@ -114,40 +114,6 @@ class Options:
         """Names of the replica axes."""
         return sharding_axes.names(self.replica_axis)
 
-    def context(self, call: str) -> tuple[sharding_axes.Axes, bool]:
-        """The axes with their sizes, and whether the call stands inside a user's `shard_map`."""
-        manual = sharding_axes.in_manual_region(call, self.shard_axes, self.replica_axes)
-        if manual and self.offload:
-            raise ValueError(
-                f"{call}: offload={self.offload!r} inside a shard_map. Found a call in a manual region, where arrays "
-                "are moved by you; expected the global view. Fix: call it outside, or drop offload and move the state "
-                "with jax.device_put(x, jax.memory.Space.Device) and .Host yourself."
-            )
-        if manual:
-            axis_checks.check_hops(jax.sharding.get_abstract_mesh(), self.shard_axes, self.hierarchical)
-        elif self.mesh is not None:
-            axis_checks.check_types(call, self.mesh)
-        axes = sharding_axes.resolve(call, self.mesh, self.shard_axes, self.replica_axes, manual)
-        return dataclasses.replace(axes, hierarchical=self.hierarchical is not False), manual
-
-    def leaves(self, tree: Any, n: int, *, shares: bool = False) -> Leaves:
-        """The leaves of a tree of parameters over `n` shares, with their layouts; `shares` as for `leaves_of`."""
-        return leaves_of(tree, n, self.stacked, self.beside, shares=shares)
-
-    def beside(self, path: Any, leaf: Any) -> Beside:
-        """The other mesh axes that shard each dimension of a leaf; empty where none does."""
-        if self.param_specs is None:
-            return ()
-        here = jax.sharding.get_abstract_mesh()
-        sizes = here.shape if self.mesh is None else self.mesh.shape
-        own = self.replica_axes + self.shard_axes
-        typed = {*here.manual_axes, *here.explicit_axes} if here.manual_axes else ()
-        return sharding_param_specs.beside(self.param_specs, path, leaf, sizes, own, typed)
-
-    def memory_kind(self, what: str, layout: Any) -> str | None:
-        """The memory kind at rest of a leaf of the state or the parameters; small whole ones stay on the device."""
-        return optimizer_offload.KIND if what in self.offload and layout is not None else None
-
     def _check_offload(self) -> None:
         given: Any = self.offload
         names = given is None or isinstance(given, (tuple, list))
@@ -158,11 +124,11 @@ class Options:
                 "memory. Fix: offload=('state',)."
             )
         object.__setattr__(self, "offload", found)
-        kinds = optimizer_offload.lacking(self.mesh) if found else ()
+        kinds = host.lacking(self.mesh) if found else ()
         if kinds:
             raise ValueError(
                 f"Zero: offload={found!r}, but the devices of the mesh cannot reach the host's memory. Found memory "
-                f"kinds {sorted(kinds)}; expected {optimizer_offload.KIND!r} among them. Fix: drop offload on this backend."
+                f"kinds {sorted(kinds)}; expected {host.KIND!r} among them. Fix: drop offload on this backend."
             )
 
     def _check_regather(self) -> None:
@@ -188,24 +154,10 @@ class Options:
                 "kept flat, which leaves of other mesh axes cannot be. Fix: drop regather."
             )
 
-    def needs_observed(self, call: str) -> None:
-        """Refuses options that say what to do with unused parameters before anybody looked for them."""
-        if self.unused != "zero" and self.observed is None:
-            raise ValueError(
-                f"{call}: unused={self.unused!r}, but which parameters are unused is not known. Found no "
-                "observed loss; expected one. Fix: zero = zero.observe(loss_fn, params, *batch) first."
-            )
-
 
 STAGES = (1, 2, 3)
 OFFLOAD = ("state", "params")
 UNUSED = ("zero", "skip", "error")
-
-
-def nearest(name: str, known: Iterable[str], form: str = "{!r}") -> str:
-    """The end of an error about an unknown name: the nearest known one, or nothing where none is near."""
-    near = difflib.get_close_matches(name, list(known), 1)
-    return f"Fix: did you mean {form.format(near[0])}?" if near else ""
 
 
 def _check_count(name: str, value: Any, least: int, what: str) -> None:
@@ -231,4 +183,54 @@ def _check_divisor(value: Any) -> None:
         raise ValueError(
             f"Zero: predivide={value!r}. Expected a positive number, or None: the number of summands in a narrow "
             "reduce_dtype, 1 in others. Fix: for example predivide=8."
+        )
+
+
+# --- what options say of one call -----------------------------------------------------------------
+
+
+def resolve_axes(options: Options, call: str) -> tuple[sharding_axes.Axes, bool]:
+    """The axes with their sizes, and whether the call stands inside a user's `shard_map`."""
+    manual = sharding_axes.in_manual_region(call, options.shard_axes, options.replica_axes)
+    if manual and options.offload:
+        raise ValueError(
+            f"{call}: offload={options.offload!r} inside a shard_map. Found a call in a manual region, where arrays "
+            "are moved by you; expected the global view. Fix: call it outside, or drop offload and move the state "
+            "with jax.device_put(x, jax.memory.Space.Device) and .Host yourself."
+        )
+    if manual:
+        axis_checks.check_hops(jax.sharding.get_abstract_mesh(), options.shard_axes, options.hierarchical)
+    elif options.mesh is not None:
+        axis_checks.check_types(call, options.mesh)
+    axes = sharding_axes.resolve(call, options.mesh, options.shard_axes, options.replica_axes, manual)
+    return dataclasses.replace(axes, hierarchical=options.hierarchical is not False), manual
+
+
+def param_leaves(options: Options, tree: Any, n: int, *, shares: bool = False) -> Leaves:
+    """The leaves of a tree of parameters over `n` shares, with their layouts; `shares` as for `leaves_of`."""
+    return leaves_of(tree, n, options.stacked, functools.partial(other_axes, options), shares=shares)
+
+
+def other_axes(options: Options, path: Any, leaf: Any) -> OtherAxes:
+    """The other mesh axes that shard each dimension of a leaf; empty where none does."""
+    if options.param_specs is None:
+        return ()
+    here = jax.sharding.get_abstract_mesh()
+    sizes = here.shape if options.mesh is None else options.mesh.shape
+    own = options.replica_axes + options.shard_axes
+    typed = {*here.manual_axes, *here.explicit_axes} if here.manual_axes else ()
+    return sharding_param_specs.other_axes(options.param_specs, path, leaf, sizes, own, typed)
+
+
+def memory_kind(options: Options, what: str, layout: Any) -> str | None:
+    """The memory kind at rest of a leaf of the state or the parameters; small whole ones stay on the device."""
+    return host.KIND if what in options.offload and layout is not None else None
+
+
+def require_observed(options: Options, call: str) -> None:
+    """Refuses options that say what to do with unused parameters before anybody looked for them."""
+    if options.unused != "zero" and options.observed is None:
+        raise ValueError(
+            f"{call}: unused={options.unused!r}, but which parameters are unused is not known. Found no "
+            "observed loss; expected one. Fix: zero = zero.observe(loss_fn, params, *batch) first."
         )

@@ -8,8 +8,9 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from .axes import names, path_text
-from .layout import Beside, Shape
+from .._text import path_text
+from .axes import names
+from .layout import OtherAxes, Shape
 
 _FIX = "Fix: per dimension None, or axes that are neither shard nor replica axes, e.g. PartitionSpec(None, 'model')."
 
@@ -66,14 +67,14 @@ def check_axes(specs: Any, sizes: Mapping[str, int], own: tuple[str, ...]) -> No
             _check_axes(path, spec, sizes, own)
 
 
-def beside(
+def other_axes(
     specs: Callable[[Any, Any], Any],
     path: Any,
     leaf: jax.ShapeDtypeStruct,
     sizes: Mapping[str, int],
     own: tuple[str, ...],
     typed: Container[str] = (),
-) -> Beside:
+) -> OtherAxes:
     """The other axes that shard each dimension of a leaf; empty where none does.
 
     Args:

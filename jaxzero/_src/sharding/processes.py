@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
-from .axes import path_text
+from .._text import path_text
 from .options import Options
 from .param_specs import ParamSpecs
 

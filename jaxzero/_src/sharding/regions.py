@@ -12,8 +12,9 @@ import jax
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from .axes import Axes, names, varying
-from .layout import Beside, partition_spec
+from .axes import Axes, names
+from .layout import OtherAxes, partition_spec
+from .vma import varying
 
 
 def open_region(
@@ -76,11 +77,11 @@ def only(spec: PartitionSpec, kept: Sequence[str]) -> PartitionSpec:
     return partition_spec([tuple(a for a in names(part) if a in kept) for part in spec])
 
 
-def within(beside: Beside, f: Callable[..., jax.Array], x: jax.Array, *rest: jax.Array) -> jax.Array:
+def within(other_axes: OtherAxes, f: Callable[..., jax.Array], x: jax.Array, *rest: jax.Array) -> jax.Array:
     """`f(x, *rest)`, in a nested region that is manual over the other mesh axes that shard `x`.
 
     Args:
-      beside: These axes for each dimension of `x` and of the result; where there are none, no region is opened.
+      other_axes: These axes for each dimension of `x` and of the result; where there are none, no region is opened.
       f: Leaves the dimensions that they shard as they are.
       x: An array.
       *rest: Arrays that are the same along all of these axes.
@@ -88,11 +89,11 @@ def within(beside: Beside, f: Callable[..., jax.Array], x: jax.Array, *rest: jax
     Returns:
       The result.
     """
-    if not any(beside):
+    if not any(other_axes):
         return f(x, *rest)
-    spec = partition_spec(beside)
+    spec = partition_spec(other_axes)
     specs = (spec, *(PartitionSpec() for _ in rest))
-    over = {a for axes in beside for a in axes}
+    over = {a for axes in other_axes for a in axes}
     # Inside the region of a loss, the one that checks no types, a nested one cannot either.
     return jax.shard_map(f, in_specs=specs, out_specs=spec, axis_names=over, check_vma=_checked())(x, *rest)
 

@@ -1,0 +1,155 @@
+"""The report of what the partitioner did with one update, and what it costs."""
+
+import collections
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from .._text import size_text
+from ..optimizer import checks, split_regions
+from ..optimizer import trace as optimizer_trace
+from ..optimizer.step import Update
+from ..optimizer.wrapper import ShardedOptimizer, optimizer_leaves
+from ..partition.record import Communication, Record
+from ..sharding import checks as sharding_checks
+from ..sharding import place
+from ..sharding.options import Options, resolve_axes
+from ..sharding.regions import open_region
+from . import hlo
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What the partitioner did with one optimizer's update; `print` it.
+
+    Attributes:
+      local: Equations that ran on shares.
+      whole: Equations on arrays of more than one element that every device ran in full, by primitive.
+      scalars: Equations on whole scalars.
+      crossings: What crossed devices, in order.
+      n: The number of shares.
+      others: With `param_specs`, what the compiled update moves over other mesh axes (a tuple of `Collective`);
+        `None` where there are none, or no devices to compile for.
+    """
+
+    local: int
+    whole: dict[str, int]
+    scalars: int
+    crossings: tuple[Communication, ...]
+    n: int
+    others: tuple[Any, ...] | None = None
+
+    @classmethod
+    def of(cls, record: Record, n: int, others: tuple[Any, ...] | None = None) -> "Report":
+        """The report of a finished record."""
+        many = sum(record.whole.values())
+        return cls(
+            local=record.counts["local"] + record.counts["loop"],
+            whole=dict(record.whole.most_common()),
+            scalars=record.counts["whole"] - many,
+            crossings=tuple(record.crossings),
+            n=n,
+            others=others,
+        )
+
+    @property
+    def reductions(self) -> tuple[Communication, ...]:
+        """The crossings that are sums, maxima, minima or products."""
+        return tuple(c for c in self.crossings if c.how != "gather")
+
+    @property
+    def gathers(self) -> tuple[Communication, ...]:
+        """The crossings that made a split value whole."""
+        return tuple(c for c in self.crossings if c.how == "gather")
+
+    @property
+    def bytes_reduced(self) -> int:
+        """Bytes per device and step that the reductions send and receive, ring algorithm."""
+        return _wire(self.reductions, self.n, 2)
+
+    @property
+    def bytes_gathered(self) -> int:
+        """Bytes per device and step that the gathers receive."""
+        return _wire(self.gathers, self.n, 1)
+
+    def __str__(self) -> str:
+        reduced, gathered = size_text(self.bytes_reduced), size_text(self.bytes_gathered)
+        lines = [
+            f"{self.local} equations on shares, {self.scalars} on scalars, "
+            f"{sum(self.whole.values())} on whole arrays, over {self.n} devices",
+            f"{len(self.reductions)} values reduced across devices: {reduced} per device and step",
+            *_groups(self.reductions),
+            f"{len(self.gathers)} values gathered: {gathered} per device and step",
+            *_groups(self.gathers),
+        ]
+        if self.others is not None:
+            sent = size_text(sum(x.sent for x in self.others))
+            lines += [f"{len(self.others)} collectives over other mesh axes: {sent} per device and step"]
+            lines += _others(self.others)
+        if self.whole:
+            names = ", ".join(f"{count} {name}" for name, count in self.whole.items())
+            lines.append(f"in full on every device: {names}")
+        return "\n".join(lines)
+
+
+def _wire(crossings: tuple[Communication, ...], n: int, passes: int) -> int:
+    return passes * sum(c.nbytes * c.times for c in crossings) * (n - 1) // n
+
+
+def _others(collectives: tuple[Any, ...]) -> list[str]:
+    groups = collections.Counter((x.kind, "+".join(x.axes), x.nbytes, x.times) for x in collectives)
+    return [
+        f"  {count:4d} x {kind} of {size_text(nbytes)} over {axes}" + (f", {times} times" if times > 1 else "")
+        for (kind, axes, nbytes, times), count in groups.most_common()
+    ]
+
+
+def _groups(crossings: tuple[Communication, ...]) -> list[str]:
+    """One line for crossings that differ in nothing that is shown."""
+    groups = collections.Counter((c.how, c.primitive, c.shape, c.dtype, c.times) for c in crossings)
+    return [
+        f"  {count:4d} x {how:6s} {dtype}{list(shape)} for {name}" + (f", {times} times" if times > 1 else "")
+        for (how, name, shape, dtype, times), count in groups.items()
+    ]
+
+
+def explain(options: Options, inner: Any, params: Any) -> Report:
+    """What one update with split gradients does, without running it."""
+    checks.inner_optimizer(inner, ShardedOptimizer, "explain")
+    axes, _ = resolve_axes(options, "explain")
+    sharding_checks.parameters("explain", options, params)
+    leaves, _ = optimizer_leaves(options, "explain", params, axes)
+    state = optimizer_trace.trace_init(inner, leaves, axes).out
+    none = optimizer_trace.Extra({}, {}, {})
+    traced = optimizer_trace.trace_update(inner, leaves, state, leaves, none, axes, False)
+    cut = tuple(leaf.layout is not None for leaf in leaves.leaves)
+    cut_params = cut if options.stage == 3 else (False,) * len(cut)
+    known = leaves.leaves
+    body = Update(options, axes, traced, known, cut, False, known, cut_params)
+    shapes: list[Any] = [
+        [(x.layout.stored_shape if x.layout else x.shape, x.dtype) for x in known],
+        [(x.stored_shape, x.dtype) for x in traced.state],
+        [(x.cut.stored_shape if c else x.shape, x.dtype) for x, c in zip(known, cut_params, strict=True)],
+        [],
+        [(np.shape(x), jnp.result_type(x)) for x in traced.program.consts],
+    ]
+    arrays = [place.abstract(options.mesh, x, spec) for x, spec in zip(shapes, body.in_specs, strict=True)]
+    record = Record()
+    observed = functools.partial(body, record=record)
+    jax.eval_shape(open_region(options.mesh, axes, observed, body.in_specs, body.out_specs), *arrays)
+    return Report.of(record, axes.n, _over_others(options, body, arrays))
+
+
+def _over_others(options: Options, body: Update, arrays: Sequence[Any]) -> tuple[Any, ...] | None:
+    """What the update moves over mesh axes that are the compiler's: only the compiled program shows it."""
+    if options.param_specs is None or not isinstance(options.mesh, Mesh):
+        return None
+    own = set(body.axes.every)
+    compiled = jax.jit(split_regions.around(body)).lower(*arrays).compile()
+    return tuple(x for x in hlo.collectives(compiled, options.mesh) if x.axes and set(x.axes) - own)

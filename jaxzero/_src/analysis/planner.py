@@ -1,0 +1,157 @@
+"""Fills in the plan: what each device will hold and send, from shapes and the traced step."""
+
+from typing import Any
+
+import jax
+import optax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from .._text import path_text
+from ..gradients.checks import GradOptions
+from ..jaxpr.calls import nbytes
+from ..optimizer import wrapper
+from ..sharding import checks
+from ..sharding import host as sharding_host
+from ..sharding.layout import Shape
+from ..sharding.leaves import Leaf, Leaves, is_key, owner
+from ..sharding.options import STAGES, Options, memory_kind, param_leaves, resolve_axes
+from . import planned_traffic
+from .plan import AtRest, Plan, PlannedLeaf
+from .planned_traffic import CALL
+
+
+def make(options: Options, params: Any, inner: optax.GradientTransformation | None, accumulate: int, sync: str) -> Plan:
+    """See `Zero.plan`."""
+    axes, manual = resolve_axes(options, CALL)
+    if manual:
+        raise ValueError(f"{CALL}: called inside shard_map. Expected the global view. Fix: call it outside.")
+    how = GradOptions(accumulate=accumulate, sync=sync)
+    how.check(CALL, options.stage)
+    if not jax.tree.leaves(params):
+        raise ValueError(
+            f"{CALL}: the parameters have no leaf. Found {type(params).__name__}; expected a tree of arrays. Fix: pass "
+            "parameters, for example jax.eval_shape(init_fn, key)."
+        )
+    checks.parameters(CALL, options, params)
+    leaves = param_leaves(options, params, axes.n)
+    resting = planned_traffic.at_rest(options, leaves)
+    own, other, hosted, unsharded = _state(options, leaves, resting, inner)
+    buckets = planned_traffic.buckets(options, leaves, axes)
+    traffic, chunks = planned_traffic.trace(options, leaves, inner, resting, how)
+    state = sum(own.values()) + other
+    return Plan(
+        options.stage,
+        tuple(options.mesh.shape.items()),
+        axes.shard,
+        axes.replica,
+        tuple(_row(options, leaf, own.get(leaf.path, 0), buckets, chunks) for leaf in leaves.leaves),
+        other,
+        (
+            _at_rest(options, 0, leaves, unsharded, 0),
+            *(_at_rest(options, s, leaves, state, hosted + _hosted(options, leaves, s)) for s in STAGES),
+        ),
+        traffic,
+        _notes(options, inner, how, leaves),
+    )
+
+
+def _notes(options: Options, inner: Any, how: GradOptions, leaves: Leaves) -> tuple[str, ...]:
+    """What the figures depend on."""
+    out = ["sent: bytes that leave each device in a ring, in one step of value_and_grad and apply"]
+    if inner is None:
+        out.append("no optimizer was given: its state and what its update sends are missing")
+    kept = [
+        path_text(leaf.path) for leaf in leaves.leaves if leaf.trainable and leaf.other_axes and leaf.layout is None
+    ]
+    if kept:
+        out.append(f"not cut, since other axes shard every dimension: {', '.join(kept)}")
+    if options.stage > 1:
+        what = "gathers parameters and reduces gradients" if options.stage == 3 else "reduces gradients"
+        once = options.stage == 2 and how.sync == "once"
+        out.append(f"accumulate={how.accumulate}: " + ("gradients are reduced once" if once else f"each turn {what}"))
+    if options.stage == 3:
+        seen = options.observed and options.observed.loss
+        out.append(
+            "parameters are gathered as the observed loss uses them"
+            if seen
+            else "no loss was observed: each parameter is taken to be used once forward and once backward, in tree "
+            "order; zero.observe(loss_fn, params, *batch) makes this exact"
+        )
+    return tuple(out)
+
+
+def _row(options: Options, leaf: Leaf, state: int, buckets: dict[Any, int], chunks: dict[Any, int]) -> PlannedLeaf:
+    layout = leaf.layout
+    return PlannedLeaf(
+        path_text(leaf.path),
+        leaf.shape,
+        str(leaf.dtype),
+        "whole" if layout is None else "stacked" if leaf.layers else layout.kind,
+        leaf.shape if layout is None else layout.stored_shape,
+        0 if layout is None else layout.padding,
+        _param_bytes(options, leaf, options.stage),
+        _grad_bytes(options, leaf, options.stage),
+        state,
+        buckets.get(leaf.path),
+        chunks.get(leaf.path),
+    )
+
+
+def _at_rest(options: Options, stage: int, leaves: Leaves, state: int, host: int) -> AtRest:
+    return AtRest(
+        stage,
+        sum(_param_bytes(options, leaf, stage) for leaf in leaves.leaves),
+        sum(_grad_bytes(options, leaf, stage) for leaf in leaves.leaves),
+        state,
+        host,
+    )
+
+
+def _hosted(options: Options, leaves: Leaves, stage: int) -> int:
+    """Bytes of parameters in the host's memory."""
+    kind = lambda leaf: memory_kind(options, "params", leaf.layout)
+    return sum(_param_bytes(options, leaf, stage) for leaf in leaves.leaves if kind(leaf))
+
+
+def _param_bytes(options: Options, leaf: Leaf, stage: int) -> int:
+    return _bytes(options, leaf, stage == 3)
+
+
+def _grad_bytes(options: Options, leaf: Leaf, stage: int) -> int:
+    """A key has no gradient; that of other leaves that pass through is zeros."""
+    return 0 if is_key(leaf.dtype) else _bytes(options, leaf, stage >= 2)
+
+
+def _bytes(options: Options, leaf: Leaf, split: bool) -> int:
+    shape = leaf.cut.stored_shape if split and leaf.layout else leaf.shape
+    return nbytes(local_shape(options, shape, leaf.spec(options.shard_axes if split else None)), leaf.dtype)
+
+
+def local_shape(options: Options, shape: Shape, spec: PartitionSpec) -> Shape:
+    """The shape on one device."""
+    return NamedSharding(options.mesh, spec).shard_shape(shape)
+
+
+def _state(
+    options: Options, leaves: Leaves, resting: Any, inner: optax.GradientTransformation | None
+) -> tuple[dict[Any, int], int, int, int]:
+    """Bytes per device of state: by the key path of its parameter; of other state; on the host; of all unsharded."""
+    if inner is None:
+        return {}, 0, 0, 0
+    by_path = {leaf.path: leaf for leaf in leaves.leaves}
+    own: dict[Any, int] = {}
+    other = hosted = 0
+    for path, x in jax.tree_util.tree_leaves_with_path(wrapper.wrap(options, inner, False).init(resting)):
+        size = nbytes(x.sharding.shard_shape(x.shape), x.dtype)
+        hosted += size * (x.sharding.memory_kind == sharding_host.KIND)
+        leaf = owner(path, None, by_path)
+        if leaf is None:
+            other += size
+        else:
+            own[leaf.path] = own.get(leaf.path, 0) + size
+    plain = jax.eval_shape(inner.init, leaves.unflatten(leaves.trace_avals()))
+    unsharded = 0
+    for path, x in jax.tree_util.tree_leaves_with_path(plain):
+        leaf = owner(path, x.shape, by_path)
+        unsharded += nbytes(x.shape if leaf is None else local_shape(options, x.shape, leaf.spec(None)), x.dtype)
+    return own, other, hosted, unsharded
