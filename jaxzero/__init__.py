@@ -13,6 +13,7 @@ from ._src.sharding.layout import EvenSplit
 from ._src.zero import Zero
 
 __all__ = [
+    "__version__",
     "Collective",
     "Collectives",
     "EvenSplit",
@@ -34,4 +35,4 @@ __all__ = [
 
 
 def __dir__() -> list[str]:
-    return [*__all__, "__version__"]
+    return list(__all__)

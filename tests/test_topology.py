@@ -153,8 +153,8 @@ def test_no_accelerator_is_started(plugins, monkeypatch, platforms, started, aft
 
 
 def test_whether_devices_were_used_is_asked_without_using_them():
-    ask = "print(_compat.backends_started())"
-    out = helpers.run_python(f"from jaxzero import _compat\n{ask}\njax.devices()\n{ask}")
+    ask = "print(compat.backends_started())"
+    out = helpers.run_python(f"from jaxzero._src.jaxpr import compat\n{ask}\njax.devices()\n{ask}")
     assert out.split() == ["False", "True"]
 
 
