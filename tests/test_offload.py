@@ -56,7 +56,7 @@ def train(mesh, stage, offload, name, steps=3):
     """Steps of the whole loop, under one `jit` with donation."""
     shape, axes = MESHES[mesh]
     dtype = jnp.bfloat16 if name == "master weights" else jnp.float32
-    zero = jaxzero.Zero(helpers.make_mesh(*shape), stage=stage, offload=optimizer_offload, bucket_bytes=2048, **axes)
+    zero = jaxzero.Zero(helpers.make_mesh(*shape), stage=stage, offload=offload, bucket_bytes=2048, **axes)
     x = jax.random.normal(jax.random.key(1), (16, 16)).astype(dtype)
     zero = zero.observe(loss_fn, model(dtype), x)
     x = checks.place(x, zero.mesh, P(zero.mesh.axis_names))
