@@ -2,7 +2,7 @@
 
 import jax.numpy as jnp
 import numpy as np
-from test_partition import evaluate
+from on_shares import evaluate
 
 from jaxzero._src.analysis.explain import Report
 from jaxzero._src.sharding.layout import Layout

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-import test_tensor_parallel as parallel
+import tensor_parallel_cases as parallel
 from jax.sharding import PartitionSpec as P
 
 import jaxzero

@@ -21,7 +21,7 @@ import jaxzero
 import jaxzero.cli
 from jaxzero.cli import app, compile, doctor, optimizers, plan, problem, self_test, settings
 
-ROOT = pathlib.Path(__file__).parent.parent
+ROOT = pathlib.Path(__file__).parents[2]
 
 MODELS = """
 import jax, jax.numpy as jnp, optax

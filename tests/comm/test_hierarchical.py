@@ -17,7 +17,7 @@ import pytest
 from checks import assert_params_equal, assert_state_equal, place, quadratic, quadratic_batches, reference, train
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from test_mutations import mutated
+from mutating import mutated
 
 import jaxzero
 from jaxzero._src.comm import collectives

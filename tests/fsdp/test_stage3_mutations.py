@@ -11,7 +11,7 @@ import optax
 import pytest
 import stage3_models as models
 from jax import lax
-from test_mutations import clear, mutated, no_reduction, rotated, scaled
+from mutating import clear, mutated, no_reduction, rotated, scaled
 
 from jaxzero._src.comm.reduce import GradReducer
 from jaxzero._src.fsdp import gathers, gradient_terms

@@ -11,8 +11,8 @@ import optax
 import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from test_mutations import mutated
-from test_precision import SETTINGS, assert_rounded, gradients, make_zero, mixed
+from mixed_precision import SETTINGS, assert_rounded, gradients, make_zero, mixed
+from mutating import mutated
 
 import jaxzero
 from jaxzero._src.comm import collectives

@@ -13,17 +13,10 @@ import optax.contrib
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from mixed_precision import SETTINGS, assert_rounded, gradients, make_zero, mixed
 
 import jaxzero
 
-MICS = ((2, 4), ("replica", "shard"))
-SETTINGS = {
-    "stage 1": ((8,), dict(stage=1)),
-    "stage 2": ((8,), dict(stage=2)),
-    "stage 3": ((8,), dict(stage=3)),
-    "MiCS": (MICS, dict(stage=2, shard_axis="shard", replica_axis="replica")),
-    "MiCS, stage 3": (MICS, dict(stage=3, shard_axis="shard", replica_axis="replica")),
-}
 ADAMW = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2))
 INNER = {
     "adamw": ADAMW,
@@ -33,26 +26,6 @@ INNER = {
     "apply_if_finite": optax.apply_if_finite(optax.adam(1e-2), 3),
     "inject_hyperparams": optax.inject_hyperparams(optax.adamw)(optax.linear_schedule(1e-2, 1e-3, 3)),
 }
-
-
-def make_zero(setting, **options):
-    shape, fixed = SETTINGS[setting]
-    return jaxzero.Zero(helpers.make_mesh(*shape), **fixed | options)
-
-
-def mixed(dtype=jnp.bfloat16, seed=0):
-    """Rows, flat, a scalar, and a leaf that is wide already."""
-    keys = jax.random.split(jax.random.key(seed), 4)
-    return {
-        "flat": jax.random.normal(keys[0], (13, 3)).astype(dtype),
-        "rows": jax.random.normal(keys[1], (16, 6)).astype(dtype),
-        "s": jnp.asarray(1.5, dtype),
-        "wide": jax.random.normal(keys[2], (24,)),
-    }
-
-
-def gradients(steps, dtype=jnp.bfloat16):
-    return [mixed(dtype, seed=10 + i) for i in range(steps)]
 
 
 def run(zero, tx, params, grads_list, way="apply"):
@@ -72,28 +45,6 @@ def run(zero, tx, params, grads_list, way="apply"):
         params, state = step(checks.place(grads, zero.mesh, P()), params, state)
     assert step._cache_size() == 1
     return checks.Run(zero.gather(params), state, [])
-
-
-def masters(state):
-    return [s for s in jax.tree.leaves(state, is_leaf=is_master) if is_master(s)]
-
-
-def is_master(x):
-    return type(x).__name__ == "MasterWeightsState"
-
-
-def assert_rounded(params, state):
-    """Every narrow parameter is its master, rounded; bit for bit."""
-    found = dict(jax.tree_util.tree_leaves_with_path(params))
-    (state,) = masters(state)
-    kept = dict(jax.tree_util.tree_leaves_with_path(state.master))
-    assert kept
-    for path, m in kept.items():
-        p = found[path]
-        assert p.dtype.itemsize == 2
-        assert m.dtype == jnp.float32
-        m = checks.logical(m, p)
-        np.testing.assert_array_equal(helpers.host(m.astype(p.dtype)), helpers.host(p))
 
 
 # --- equal to the unsharded run ------------------------------------------------------------------

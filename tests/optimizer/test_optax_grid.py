@@ -2,7 +2,7 @@
 
 The names are discovered from Optax's namespaces, so a new one fails here until it is classified in
 `optax_cases.py`. A short run gives every optimizer one cell of the grid (some a second) and visits every mesh, stage
-and way to run; `-m slow` runs the whole product. `python tests/test_optax_grid.py` writes `docs/optimizers.md`.
+and way to run; `-m slow` runs the whole product. Run as a script, this file writes `docs/optimizers.md`.
 """
 
 import functools
@@ -22,7 +22,7 @@ from optax_cases import CASES, EXCLUDED, GROUPS, Case, public_names
 import jaxzero
 
 STEPS, RTOL, ATOL = 6, 2e-5, 2e-6  # the tolerance of the acceptance script; two steps more, for radam's second branch
-PAGE = pathlib.Path(__file__).parent.parent / "docs/optimizers.md"
+PAGE = pathlib.Path(__file__).parents[2] / "docs/optimizers.md"
 BEGIN, END = "<!-- optimizers:begin -->", "<!-- optimizers:end -->"
 
 REPLICAS = ("replica", "shard")
@@ -130,8 +130,8 @@ def test_every_public_name_is_classified():
     """A new Optax optimizer fails here until it has a row or a reason."""
     names = public_names()
     classified = {case.name for case in CASES.values()} | set(EXCLUDED)
-    assert names - classified == set(), "new in Optax: add a row or a reason to tests/optax_cases.py"
-    assert classified - names == set(), "no longer in Optax: remove from tests/optax_cases.py"
+    assert names - classified == set(), "new in Optax: add a row or a reason to tests/support/optax_cases.py"
+    assert classified - names == set(), "no longer in Optax: remove from tests/support/optax_cases.py"
     assert not {case.name for case in CASES.values()} & set(EXCLUDED)
     assert len(CASES) == sum(map(len, GROUPS.values())), "two rows have one key"
     assert all(EXCLUDED.values())
@@ -206,7 +206,7 @@ def with_table(text):
 def test_table_is_up_to_date():
     text = PAGE.read_text()
     assert text.count(BEGIN) == text.count(END) == 1, f"the page needs one {BEGIN} and one {END}"
-    assert text == with_table(text), "run: python tests/test_optax_grid.py"
+    assert text == with_table(text), "run: python tests/optimizer/test_optax_grid.py"
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import pytest
 from helpers import close
 from jax import lax
 from jax.experimental import io_callback
-from test_partition import evaluate
+from on_shares import evaluate
 
 from jaxzero._src.sharding.layout import Layout
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from helpers import close
 from jax import lax
-from test_partition import evaluate
+from on_shares import evaluate
 
 from jaxzero._src.sharding.layout import Layout
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import random_programs
-from test_partition import evaluate
+from on_shares import evaluate
 
 # JAX itself warns when it takes the maximum of some short integers.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in cast")

@@ -1,11 +1,11 @@
 """Records the programs that XLA makes of the steps of `verify_steps`, for machines that are not here.
 
-    python tests/record_programs.py cpu
-    python tests/record_programs.py h100:1x8     # needs pip install "jaxzero[cuda]"
-    python tests/record_programs.py v5e:2x4      # needs pip install "jaxzero[tpu]"
+    python tests/support/record_programs.py cpu
+    python tests/support/record_programs.py h100:1x8     # needs pip install "jaxzero[cuda]"
+    python tests/support/record_programs.py v5e:2x4      # needs pip install "jaxzero[tpu]"
 
-Writes `tests/programs/<machine>-<version of jax>.json.xz`: names and texts, without what the reader does not read
-(tables of source lines, most of the compiler's own configuration).
+Writes `programs/<machine>-<version of jax>.json.xz` beside this file: names and texts, without what the reader does
+not read (tables of source lines, most of the compiler's own configuration).
 """
 
 import json

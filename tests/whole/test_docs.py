@@ -12,7 +12,7 @@ import pytest
 
 import jaxzero
 
-ROOT = pathlib.Path(__file__).parent.parent
+ROOT = pathlib.Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 PUBLIC = [name for name, x in vars(jaxzero).items() if not name.startswith("_") and not inspect.ismodule(x)]
 METHODS = ("value_and_grad", "forward", "optimizer")

@@ -14,7 +14,7 @@ import pytest
 import train_gpt
 import tyro
 
-ROOT = pathlib.Path(__file__).parent.parent
+ROOT = pathlib.Path(__file__).parents[2]
 TINY = ["--length", "16", "--width", "32", "--layers", "1"]
 
 

@@ -13,7 +13,7 @@ import pytest
 
 import jaxzero
 
-EXAMPLE = pathlib.Path(__file__).parent.parent / "examples" / "multi_process.py"
+EXAMPLE = pathlib.Path(__file__).parents[2] / "examples" / "multi_process.py"
 
 
 @pytest.fixture(scope="module")

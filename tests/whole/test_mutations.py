@@ -4,10 +4,6 @@ A mutation replaces one function by a wrong one of the same shapes; the comparis
 Whether a mutation is in force is asserted by the comparison itself: it passes without it.
 """
 
-import contextlib
-import importlib
-import pkgutil
-
 import checks
 import helpers
 import jax
@@ -16,17 +12,11 @@ import numpy as np
 import optax
 import pytest
 from jax import lax
+from mutating import clear, mutated, no_reduction, rotated, scaled
 
-import jaxzero
-from jaxzero._src.comm import collectives
 from jaxzero._src.sharding.layout import Layout
 
 BATCHES = checks.quadratic_batches()
-MODULES = [
-    importlib.import_module(info.name)
-    for info in pkgutil.walk_packages(jaxzero.__path__, "jaxzero.")
-    if not info.name.endswith("__main__")
-]
 
 
 def params():
@@ -81,45 +71,6 @@ def compare_replicas(setting):
 
 
 # --- the mutations -------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def mutated(monkeypatch, name, change, module=collectives):
-    """`module.name` replaced by `change(original)`, wherever the library has imported it."""
-    original = getattr(module, name)
-    wrong = change(original)
-    with monkeypatch.context() as patch:
-        found = [m for m in [module, *MODULES] if getattr(m, name, None) is original]
-        assert found
-        for m in found:
-            patch.setattr(m, name, wrong)
-        clear()
-        yield
-    clear()
-
-
-def clear():
-    """Nothing compiled under one set of functions may be used under another."""
-    jax.clear_caches()
-    for module in MODULES:
-        for value in vars(module).values():
-            if hasattr(value, "cache_clear"):
-                value.cache_clear()
-
-
-def scaled(factor):
-    return lambda f: lambda *args, **kwargs: [x * jnp.asarray(factor, x.dtype) for x in f(*args, **kwargs)]
-
-
-def rotated(f):
-    """Device `i` keeps what belongs to device `i + 1`: right shapes, right norm."""
-
-    def wrong(values, layouts, axes, **kwargs):
-        n = lax.axis_size(axes)
-        around = [(i, (i + 1) % n) for i in range(n)]
-        return [lax.ppermute(x, axes, around) for x in f(values, layouts, axes, **kwargs)]
-
-    return wrong
 
 
 def swapped(f):
@@ -201,11 +152,6 @@ def test_shuffled_bucket_shows(monkeypatch):
     compare()
     with mutated(monkeypatch, REDUCE, shuffled_bucket), pytest.raises(AssertionError):
         compare()
-
-
-def no_reduction(f):
-    """The second hop of MiCS is left out; every other reduction stays."""
-    return lambda values, axes, **kwargs: list(values) if tuple(axes) == ("replica",) else f(values, axes, **kwargs)
 
 
 @pytest.mark.parametrize("compare", [compare_gradients, compare_training])

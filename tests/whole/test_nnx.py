@@ -57,7 +57,7 @@ def test_norms_over_the_whole_model(setting):
 
 @pytest.mark.parametrize("setting", ["stage 2", pytest.param("stage 3", marks=pytest.mark.slow)])
 def test_the_program_of_the_guide_runs(setting):
-    guide = pathlib.Path(__file__).parent.parent / "docs/guide.md"
+    guide = pathlib.Path(__file__).parents[2] / "docs/guide.md"
     (program,) = [p for p in re.findall(r"```python\n(.*?)```", guide.read_text(), re.DOTALL) if "nnx" in p]
     names = dict(jax=jax, jnp=jnp, nnx=nnx, optax=optax, zero=models.make_zero(setting))
     names["model"] = models.Shared(nnx.Rngs(0), None)

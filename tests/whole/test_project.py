@@ -12,7 +12,7 @@ import pytest
 
 import jaxzero
 
-ROOT = pathlib.Path(__file__).parent.parent
+ROOT = pathlib.Path(__file__).parents[2]
 LONGEST = 320
 
 

@@ -12,43 +12,18 @@ import pytest
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from tensor_parallel_cases import OPTIMIZERS, SHAPES, SPECS, batches, loss, placed, tree, unpadded
 
 import jaxzero
 from jaxzero._src.comm import collectives
 
-SHAPES = {"emb": (12, 16), "w1": (16, 32), "b1": (32,), "w2": (32, 16), "b2": (16,), "odd": (13, 16), "scale": ()}
-SPECS = {"emb": P("model"), "w1": P(None, "model"), "b1": P("model"), "w2": P("model", None), "b2": P()}
-SPECS |= {"odd": P(None, "model"), "scale": P()}
 #: What each leaf becomes when 4 devices of "data" cut it, too; `b1` has no dimension left.
 CUT = {"emb": P("model", "data"), "w1": P("data", "model"), "b1": P("model"), "w2": P("model", "data")}
 CUT |= {"b2": P("data"), "odd": P("data", "model"), "scale": P()}
-OPTIMIZERS = {
-    "adamw": optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2)),
-    "lamb": optax.lamb(1e-2),
-    "adafactor": optax.adafactor(1e-2, min_dim_size_to_factor=4),
-    "muon": optax.contrib.muon(1e-2),
-}
 
 
 def slow(*case):
     return pytest.param(*case, marks=pytest.mark.slow)
-
-
-def tree(shapes=SHAPES):
-    rng = np.random.default_rng(1)
-    return {name: np.float32(0.3) * rng.standard_normal(shape, np.float32) for name, shape in shapes.items()}
-
-
-def loss(params, batch):
-    tokens, target = batch
-    x = params["emb"][tokens]
-    x = jnp.tanh(x @ params["w1"] + params["b1"]) @ params["w2"] + params["b2"]
-    return jnp.mean((x @ params["odd"].T * (1 + params["scale"]) - target) ** 2)
-
-
-def batches(steps=5, size=16):
-    rng = np.random.default_rng(0)
-    return [(rng.integers(0, 12, size), rng.normal(size=(size, 13)).astype(np.float32)) for _ in range(steps)]
 
 
 def make(stage, *, mics=False, explicit=False, specs=SPECS, **options):
@@ -56,10 +31,6 @@ def make(stage, *, mics=False, explicit=False, specs=SPECS, **options):
     mesh = helpers.make_mesh(shape, names, explicit=explicit)
     options |= dict(replica_axis="replica") if mics else {}
     return jaxzero.Zero(mesh, stage=stage, param_specs=specs, **options)
-
-
-def placed(zero, batch):
-    return checks.place(batch, zero.mesh, P(checks.axes_of(zero)))
 
 
 def stored_specs(tree):
@@ -146,14 +117,6 @@ def test_where_the_mesh_is_set(stage, explicit):
         assert zero.plan(params, OPTIMIZERS["adamw"]).total
         whole = zero.gather(params)
     checks.assert_params_equal(whole, unsharded("adamw")[0])
-
-
-def unpadded(stored, shape):
-    """A state leaf of this logical shape, without its padding, which must be zero."""
-    stored = np.asarray(stored)
-    kept = stored[tuple(slice(size) for size in shape)] if stored.ndim == len(shape) else checks.logical(stored, shape)
-    assert np.count_nonzero(stored) == np.count_nonzero(kept)
-    return kept
 
 
 # --- what moves over the other axis --------------------------------------------------------------
