@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from on_shares import evaluate
 
 from jaxzero._src.jaxpr.trace import trace
-from jaxzero._src.partition.evaluate import run
+from jaxzero._src.partition import evaluate as partition_evaluate
 from jaxzero._src.partition.values import Context
 from jaxzero._src.sharding.axes import Axes
 from jaxzero._src.sharding.layout import Layout, even_split
@@ -155,7 +155,9 @@ def test_many_norms_cross_together():
     def body(arrays):
         ctx = Context(axes, 4096, None)
         layouts = [even_split(s, 8) for s in shapes]
-        out = run(ctx, program.jaxpr, [], [ctx.split(x, layout) for x, layout in zip(arrays, layouts, strict=True)])
+        out = partition_evaluate.evaluate(
+            ctx, program.jaxpr, [], [ctx.split(x, layout) for x, layout in zip(arrays, layouts, strict=True)]
+        )
         return [x.local for x in out]
 
     devices = Mesh(np.array(jax.devices()), ("data",))

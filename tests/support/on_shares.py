@@ -7,7 +7,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxzero._src.comm import collectives
 from jaxzero._src.jaxpr.trace import trace
-from jaxzero._src.partition.evaluate import run
+from jaxzero._src.partition import evaluate as partition_evaluate
 from jaxzero._src.partition.record import Record
 from jaxzero._src.partition.values import Context, Split
 from jaxzero._src.sharding import vma
@@ -29,7 +29,7 @@ def evaluate(f, arrays, layouts, world):
                 split = Split(vma.cast(collectives.share(x, layout, ctx.index), ("data",)), layout)
                 x = Split(ctx.masked(split, np.nan) if x.dtype == np.float32 else split.local, layout)
             values.append(x)
-        out = run(ctx, program.jaxpr, program.consts, values)
+        out = partition_evaluate.evaluate(ctx, program.jaxpr, program.consts, values)
         return ctx.convert_all(out, [None] * len(out), record=False)
 
     region = jax.shard_map(body, mesh=devices, in_specs=(P(),), out_specs=P())

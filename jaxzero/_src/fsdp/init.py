@@ -9,7 +9,6 @@ import jax
 from ..comm.placement import P, outside, shard
 from ..jaxpr import trace
 from ..partition import draws, evaluate, values
-from ..partition import stored as partition_stored
 from ..sharding import axes as sharding_axes
 from ..sharding import checks, host, place, processes
 from ..sharding.leaves import shape_dtype, wrap_padded
@@ -49,7 +48,7 @@ def init_sharded(options: Options, init_fn: Callable[..., Any], *args: Any) -> A
     def body(arrays: Any, consts: Any) -> list[Any]:
         born = draws.ShardedDraws(layout for layout in layouts if layout is not None)
         ctx = values.Context(axes, options.bucket_bytes, None, sharded_draws=born)
-        rest = partition_stored.at_rest(ctx, ctx.convert_all(evaluate.run(ctx, program.jaxpr, consts, arrays), layouts))
+        rest = ctx.stored(ctx.convert_all(evaluate.evaluate(ctx, program.jaxpr, consts, arrays), layouts))
         return [host.to_host(x) if kind else x for x, kind in zip(rest, kinds, strict=True)]
 
     specs_ = [leaf.spec(axes.shard) for leaf in leaves.leaves]

@@ -146,7 +146,7 @@ def evaluate(
             arrays, _ = lax.optimization_barrier((arrays, done[-STAGES]))
         for i, x in zip(stage.loads, arrays, strict=True):
             env[jaxpr.invars[i]] = inputs[i].load(to_device(x))
-        values = partition_evaluate.run(ctx, stage.jaxpr, [], [env[v] for v in stage.jaxpr.invars])
+        values = partition_evaluate.evaluate(ctx, stage.jaxpr, [], [env[v] for v in stage.jaxpr.invars])
         env.update(zip(stage.jaxpr.outvars, values, strict=True))
         stored = store(stage.results, [_read(env, jaxpr.outvars[r]) for r in stage.results])
         out.update(zip(stage.results, stored, strict=True))

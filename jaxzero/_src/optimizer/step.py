@@ -9,8 +9,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from ..jaxpr.trace import Program
-from ..partition import stored
-from ..partition.evaluate import run
+from ..partition.evaluate import evaluate
 from ..partition.values import Context
 from ..sharding import host
 from ..sharding.axes import Axes
@@ -66,8 +65,8 @@ class Init(Kept):
         """Runs inside a manual region: evaluate the inner init on shares."""
         ctx = Context(self.axes, self.options.bucket_bytes, None)
         values = convert.parameters(ctx, list(map(host.to_device, params)), self.params, self.split_params)
-        out = run(ctx, self.program.jaxpr, consts, values)
-        rest = stored.at_rest(ctx, ctx.convert_all(out, [leaf.layout for leaf in self.state]))
+        out = evaluate(ctx, self.program.jaxpr, consts, values)
+        rest = ctx.stored(ctx.convert_all(out, [leaf.layout for leaf in self.state]))
         return _kept(rest, self.out_kinds)
 
 
@@ -125,11 +124,11 @@ class Update(Kept):
             convert.parameters(ctx, params, self.params, self.split_params),
             extra,
         )
-        out = run(ctx, self.traced.program.jaxpr, consts, inputs)
+        out = evaluate(ctx, self.traced.program.jaxpr, consts, inputs)
         new, new_state = self.traced.results(out)
         new_state = ctx.convert_all(new_state, [e.layout for e in self.traced.changing])
         new = ctx.convert_all(new, [self.rest(leaf) for leaf in self.traced.moving], record=False)
-        return stored.at_rest(ctx, new), stored.at_rest(ctx, new_state)
+        return ctx.stored(new), ctx.stored(new_state)
 
     def _by_bucket(self, ctx: Context, mean: Any, state: Any, params: Any, extra: Any, consts: Any) -> Any:
         """The same where state or parameters rest on the host: fetched, updated and sent back bucket by bucket."""
@@ -145,7 +144,7 @@ class Update(Kept):
         kinds = _kinds(self.options, what, traced.new.leaves) + _kinds(self.options, "state", traced.new_state)
 
         def store(positions: list[int], values: list[Any]) -> list[Any]:
-            rest = stored.at_rest(ctx, ctx.convert_all(values, [layouts[i] for i in positions]))
+            rest = ctx.stored(ctx.convert_all(values, [layouts[i] for i in positions]))
             return _kept(rest, [kinds[i] for i in positions])
 
         inputs = traced.inputs(mean, state, params, extra)

@@ -92,7 +92,7 @@ def _pick(ins: list[Value], shape: tuple[int, ...]) -> Layout | None:
     return None
 
 
-def on_spreads(eqn: Any, ins: list[Value]) -> list[Value] | None:
+def on_lazy_broadcasts(eqn: Any, ins: list[Value]) -> list[Value] | None:
     """Scalars and broadcast scalars give a broadcast scalar: constants are never made in full."""
     if not any(isinstance(x, LazyBroadcast) for x in ins):
         return None

@@ -1,8 +1,19 @@
 """Evaluates a traced program on shares, equation by equation, in rounds.
 
-A rule that needs a value whole raises `Wait`; the equation is put aside and the loop goes on. When
-nothing more can run, all values that somebody waits for cross devices together, and the equations put
-aside run in their old order. So the norms of all leaves travel in one small collective, not two each.
+A rule that needs a value whole raises `NeedsReplicated`; its equation is postponed and the round goes on. At the
+end of a round all needed values are communicated together, and the next round evaluates the postponed equations in
+their old order. So the norms of all leaves are reduced in one small collective and not one by one. For example, with
+leaves `a`: f32[6, 4] and `b`: f32[8], clipped by their global norm over 4 devices:
+
+    round 1   squares run on the shares (f32[6] of `a`, which is flat, and f32[2] of `b`)
+              `reduce_sum` of each gives a `Partial` f32[], this device's term; their `add` is one `Partial` f32[]
+              `sqrt` is not linear: it needs the sum whole, so it is postponed, and all that reads it
+    between   one all-reduce of f32[1]
+    round 2   `sqrt`, `min`, and the products of the whole factor with the shares
+
+A postponed equation leaves its results out of the scope; what reads them is postponed too. An inner program that is
+only called is opened in place (its variables are aliases of the caller's), so that its equations take part in the
+caller's rounds.
 """
 
 from collections.abc import Sequence
@@ -58,14 +69,14 @@ class _Alias:
         self.scope, self.atom = scope, atom
 
 
-def run(ctx: Context, jaxpr: Any, consts: Sequence[Value], args: Sequence[Value]) -> list[Value]:
+def evaluate(ctx: Context, jaxpr: Any, consts: Sequence[Value], args: Sequence[Value]) -> list[Value]:
     """Evaluates a program on shares.
 
     Args:
       ctx: Axes, record and caches of this evaluation.
       jaxpr: The program, traced at full shapes.
       consts: Its constants, whole.
-      args: Whole arrays, `Split`, `Partial` or `Spread` values of the program's input shapes.
+      args: Whole arrays, `Split`, `Partial` or `LazyBroadcast` values of the program's input shapes.
 
     Returns:
       One value per result, in whatever form it came out.
@@ -73,16 +84,17 @@ def run(ctx: Context, jaxpr: Any, consts: Sequence[Value], args: Sequence[Value]
     scope = _Scope(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
     work = [(eqn, scope) for eqn in jaxpr.eqns]
     while work:
-        aside: list[tuple[Any, _Scope]] = []
-        waited: list[Split | Partial] = []
-        _round(ctx, work, aside, waited)
-        assert not aside or waited, "an equation waits for nothing"
-        ctx.communicate(waited)
-        work = aside
+        postponed, needed = _round(ctx, work)
+        assert not postponed or needed, "an equation is postponed and needs nothing"
+        ctx.communicate(needed)
+        work = postponed
     return [scope.read(v) for v in jaxpr.outvars]
 
 
-def _round(ctx: Context, work: Any, aside: list[Any], waited: list[Any]) -> None:
+def _round(ctx: Context, work: Sequence[tuple[Any, _Scope]]) -> tuple[list[tuple[Any, _Scope]], list[Split | Partial]]:
+    """Evaluates what can be evaluated; returns the postponed equations and the values that they need whole."""
+    postponed: list[tuple[Any, _Scope]] = []
+    needed: list[Split | Partial] = []
     stack = list(reversed(work))
     while stack:
         eqn, scope = stack.pop()
@@ -100,29 +112,29 @@ def _round(ctx: Context, work: Any, aside: list[Any], waited: list[Any]) -> None
             continue
         if missing:
             if eqn.primitive.name not in elementwise.LINEAR:  # it will need these whole in any case
-                early = [x for x in ins if isinstance(x, Partial)]
-                _note_wait(ctx, eqn, early)
-                waited += early
-            aside.append((eqn, scope))
+                needed += _recorded(ctx, eqn, [x for x in ins if isinstance(x, Partial)])
+            postponed.append((eqn, scope))
             continue
         try:
             outs = _apply(ctx, eqn, ins)
-        except NeedsReplicated as wait:
-            _note_wait(ctx, eqn, wait.values)
-            waited += wait.values
-            aside.append((eqn, scope))
+        except NeedsReplicated as missing_values:
+            needed += _recorded(ctx, eqn, missing_values.values)
+            postponed.append((eqn, scope))
             continue
         for v, x in zip(eqn.outvars, outs, strict=True):
             scope[v] = x
+    return postponed, needed
 
 
-def _note_wait(ctx: Context, eqn: Any, values: Sequence[Any]) -> None:
-    if ctx.record is not None and values:
-        ctx.record.wait(eqn, list(values), ctx.times)
+def _recorded(ctx: Context, eqn: Any, values: list[Any]) -> list[Any]:
+    """The values, once it is recorded that the equation needs them."""
+    if ctx.record is not None:
+        ctx.record.communicated(eqn.primitive.name, values, ctx.times)
+    return values
 
 
 def _bound_as_it_is(ins: Sequence[Value]) -> bool:
-    """Whether an inner program may be bound: its type check knows nothing of varying operands."""
+    """Whether an inner program may be bound: its results would be typed as whole for varying operands too."""
     return all(not isinstance(x, (Split, Partial, LazyBroadcast)) and not varying(x) for x in ins)
 
 
@@ -131,7 +143,7 @@ def _apply(ctx: Context, eqn: Any, ins: list[Value]) -> list[Value]:
     divided = any(isinstance(x, (Split, Partial)) for x in ins)
     if name in control_flow.RULES and (ctx.sharded_draws or not _bound_as_it_is(ins)):
         ctx.note(eqn, "loop")
-        return control_flow.RULES[name](run, ctx, eqn, ins)
+        return control_flow.RULES[name](evaluate, ctx, eqn, ins)
     if name in _IDENTITY:
         return list(ins)
     if name == "random_bits" and ctx.sharded_draws and (outs := draws.bits(ctx, eqn, ins)) is not None:
@@ -150,7 +162,7 @@ def _apply(ctx: Context, eqn: Any, ins: list[Value]) -> list[Value]:
 
 
 def _candidates(ctx: Context, eqn: Any, name: str) -> Any:
-    """The rules that may apply, in order, with what each is called in the record."""
+    """The rules that may apply, in order, each with the word that the record counts it under."""
     yield lambda ins: elementwise.on_partials(ctx, eqn, ins), "local"
     if name in _RULES:
         yield lambda ins: _RULES[name](ctx, eqn, ins) if _for_rules(name, ins) else None, "local"
@@ -170,7 +182,7 @@ def _whole(ctx: Context, eqn: Any, ins: list[Value]) -> list[Value]:
         if not isinstance(x, LazyBroadcast) and np.size(x) < aval.size:
             return [LazyBroadcast(x, aval.shape, tuple(eqn.params["broadcast_dimensions"]))]
     if any(isinstance(x, LazyBroadcast) for x in ins) and elementwise.is_elementwise(eqn):
-        outs = elementwise.on_spreads(eqn, ins)
+        outs = elementwise.on_lazy_broadcasts(eqn, ins)
         if outs is not None:
             return outs
     _refuse(eqn)

@@ -1,8 +1,9 @@
-"""The record of what each rule did with each equation, and what crossed devices."""
+"""The record of one evaluation: how each equation ran, and which values were communicated."""
 
 import collections
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -12,10 +13,10 @@ from .values import Partial, Split
 
 @dataclasses.dataclass(frozen=True)
 class Communication:
-    """Values that crossed devices for one equation.
+    """One value that was communicated for one equation.
 
     Attributes:
-      primitive: The equation that needed them.
+      primitive: The primitive of the equation that needed it.
       how: ``"gather"`` (a split value made whole), or ``"sum"``, ``"max"``, ``"min"``, ``"prod"``.
       shape: The logical shape.
       dtype: The dtype's name.
@@ -32,14 +33,14 @@ class Communication:
 
 
 class Record:
-    """Collects while the evaluation runs; `Report` is what a user sees."""
+    """Filled while a program is evaluated; `analysis.explain.Report` shows it to users."""
 
     def __init__(self) -> None:
         self.counts: collections.Counter[str] = collections.Counter()
         self.whole: collections.Counter[str] = collections.Counter()
         self.crossings: list[Communication] = []
         self._seen: set[int] = set()
-        self._keep: list[Any] = []
+        self._alive: list[Any] = []
 
     def note(self, eqn: Any, how: str, times: int) -> None:
         """One equation was evaluated: ``"local"``, ``"whole"`` or ``"loop"``."""
@@ -47,17 +48,13 @@ class Record:
         if how == "whole" and any(math.prod(v.aval.shape) > 1 for v in eqn.outvars):
             self.whole[eqn.primitive.name] += 1
 
-    def wait(self, eqn: Any, values: list[Any], times: int) -> None:
-        """An equation needs values whole; each value crosses once, whoever else waits for it."""
-        self.communicate(eqn.primitive.name, values, times)
-
-    def communicate(self, name: str, values: list[Any], times: int) -> None:
-        """Values cross devices for the equation or result called `name`."""
+    def communicated(self, name: str, values: Sequence[Any], times: int) -> None:
+        """Values were communicated for the equation or result called `name`; each one counts once."""
         for x in values:
             if id(x) in self._seen:
                 continue
             self._seen.add(id(x))
-            self._keep.append(x)  # so that no later value gets the same id
+            self._alive.append(x)  # so that no later value gets the same id
             how = "gather" if isinstance(x, Split) else x.how
             assert isinstance(x, (Split, Partial))
             nbytes = math.prod(x.shape) * x.dtype.itemsize // _parts(x)
@@ -65,6 +62,6 @@ class Record:
 
 
 def _parts(x: Any) -> int:
-    """In how many parts other mesh axes shard a value."""
+    """The number of parts into which other mesh axes shard a value."""
     other_axes = x.layout.other_axes if isinstance(x, Split) else ()
     return math.prod(jax.sharding.get_abstract_mesh().shape[a] for axes in other_axes for a in axes)

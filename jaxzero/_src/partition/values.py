@@ -1,9 +1,9 @@
-"""What a value of the traced program is on one device: whole, split, partial, or spread.
+"""A value of the traced program on one device: a whole array, a `Split`, a `Partial` or a `LazyBroadcast`.
 
-A plain array is *whole*: equal on every device, and typed so. `Split` holds this device's share,
-`Partial` this device's term of a sum (or maximum, minimum, product) that has not crossed devices yet,
-and `Spread` a whole array broadcast to a larger shape that nobody needed in full so far. All three are
-pytrees, so they travel through `lax.scan`, `lax.cond` and `lax.while_loop` as they are.
+A plain array is *whole*: equal on every device, and typed so. A `Split` holds this device's share, a `Partial`
+this device's term of a sum (or maximum, minimum, product) that is not yet reduced over devices, and a
+`LazyBroadcast` a whole array and the larger shape that it is to be broadcast to. All three are pytrees, so they
+pass through `lax.scan`, `lax.cond` and `lax.while_loop` as they are.
 """
 
 import dataclasses
@@ -81,11 +81,11 @@ class LazyBroadcast:
         return self.value.dtype
 
 
-Value = Any  # Array | Split | Partial | Spread
+Value = Any  # Array | Split | Partial | LazyBroadcast
 
 
 class NeedsReplicated(Exception):
-    """A rule needs these values whole; the evaluator makes them so, all in one go, and calls again."""
+    """Raised by a rule that needs these values whole: the evaluator communicates them and calls the rule again."""
 
     def __init__(self, values: Sequence[Split | Partial]) -> None:
         super().__init__("values that are needed whole")
@@ -161,10 +161,10 @@ class Context:
     # --- whole ---
 
     def whole(self, values: Sequence[Value]) -> list[Array]:
-        """All of `values` as whole arrays, or a `Wait` for those that have to cross devices first."""
-        waiting = [x for x in values if isinstance(x, (Split, Partial)) and x.whole is None]
-        if waiting:
-            raise NeedsReplicated(waiting)
+        """All of `values` as whole arrays, without communication; raises `NeedsReplicated` for those that need some."""
+        missing = [x for x in values if isinstance(x, (Split, Partial)) and x.whole is None]
+        if missing:
+            raise NeedsReplicated(missing)
         return [_whole(x) for x in values]
 
     def communicate(self, values: Sequence[Split | Partial]) -> None:
@@ -193,9 +193,10 @@ class Context:
     # --- shares ---
 
     def share(self, x: Value, layout: Layout) -> Array:
-        """`x` (of the layout's shape, or broadcasting to it) as a share; raises `Wait` if it cannot.
+        """`x` (of the layout's shape, or broadcasting to it) as a share.
 
-        The result may have dimensions of size 1, or none, where `x` has.
+        Raises `NeedsReplicated` where `x` has to be whole first. Where `x` has dimensions of size 1, or none, the
+        result may have them too.
         """
         if isinstance(x, Split):
             if x.layout == layout:
@@ -205,7 +206,7 @@ class Context:
             if _same_ranges(x.layout, layout):
                 return x.local.reshape(layout.local_shape)
         if isinstance(x, LazyBroadcast):
-            return _spread_share(x, layout, self.index)
+            return _broadcast_share(x, layout, self.index)
         (x,) = self.whole([x])
         if x.ndim == 0 or (layout.kind == "rows" and x.shape[layout.lead] == 1):
             return x
@@ -230,15 +231,20 @@ class Context:
         for x, layout in zip(values, layouts, strict=True):
             try:
                 self.whole([x]) if layout is None else self.share(x, layout)
-            except NeedsReplicated as wait:
-                need += wait.values
+            except NeedsReplicated as missing:
+                need += missing.values
         if record and self.record is not None:
-            self.record.communicate("the result", need, self.times)
+            self.record.communicated("the result", need, self.times)
         self.communicate(need)
         return [
             self.whole([x])[0] if layout is None else self.split(x, layout)
             for x, layout in zip(values, layouts, strict=True)
         ]
+
+    def stored(self, values: Sequence[Value]) -> list[Array]:
+        """Whole and split values as the arrays to store: zeros in the padding, and never of weak type."""
+        arrays = [self.masked(x) if isinstance(x, Split) else jnp.asarray(x) for x in values]
+        return [lax.convert_element_type(x, x.dtype) if jax.typeof(x).weak_type else x for x in arrays]
 
 
 def _like(layout: Layout, shape: Shape) -> Layout:
@@ -301,7 +307,7 @@ def _same_ranges(a: Layout, b: Layout) -> bool:
     return a.shape == b.shape and before[0] == before[1]
 
 
-def _spread_share(x: LazyBroadcast, layout: Layout, index: Array) -> Array:
+def _broadcast_share(x: LazyBroadcast, layout: Layout, index: Array) -> Array:
     """A device's share of a broadcast array, without the array."""
     if x.value.ndim == 0 or x.value.size == 1:
         return lax.broadcast(x.value.reshape(()), layout.local_shape)
