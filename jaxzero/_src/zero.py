@@ -514,7 +514,8 @@ class Zero(Options):
           ...     return zero.apply(tx, grads, state, params)
           >>> step = jax.jit(step, donate_argnums=(0, 1)).lower(params, tx.init(params), jnp.ones((8, 64))).compile()
           >>> print(zero.verify(step, params, optax.adam(1e-3)))
-          per device                            promised      found
+          per device                            promised     found
+          --------------------------------------------------------
           all-gather over data                  14.34 kB   14.34 kB  ok
           reduce-scatter over data              14.34 kB   14.34 kB  ok
           parameters and state at rest          20.48 kB   20.48 kB  ok

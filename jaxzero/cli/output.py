@@ -5,10 +5,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import rich.box
 import rich.console
 import rich.progress
-import rich.table
+
+from .._src._table import table as text_table
 
 
 @contextmanager
@@ -29,9 +29,4 @@ def document(value: Any) -> None:
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> None:
     """A table; columns from number `left` on are figures."""
-    out = rich.table.Table(title=title, title_justify="left", box=rich.box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for i, name in enumerate(columns):
-        out.add_column(name, justify="left" if i < left else "right", overflow="fold")
-    for row in rows:
-        out.add_row(*row)
-    rich.console.Console(highlight=False, markup=False, width=100).print(out)
+    print(text_table(columns, rows, "<" * left + ">" * (len(columns) - left), title=title))

@@ -3,7 +3,7 @@
 import collections
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from .._table import fold, table, terminal_width
 from .._text import size_text
 from ..optimizer import checks, split_regions
 from ..optimizer import trace as optimizer_trace
@@ -22,6 +23,7 @@ from ..sharding import place
 from ..sharding.options import Options, resolve_axes
 from ..sharding.regions import open_region
 from . import hlo
+from .hlo import Collective
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,10 +45,10 @@ class Report:
     scalars: int
     crossings: tuple[Communication, ...]
     n: int
-    others: tuple[Any, ...] | None = None
+    others: tuple[Collective, ...] | None = None
 
     @classmethod
-    def of(cls, record: Record, n: int, others: tuple[Any, ...] | None = None) -> "Report":
+    def of(cls, record: Record, n: int, others: tuple[Collective, ...] | None = None) -> "Report":
         """The report of a finished record."""
         many = sum(record.whole.values())
         return cls(
@@ -80,21 +82,25 @@ class Report:
 
     def __str__(self) -> str:
         reduced, gathered = size_text(self.bytes_reduced), size_text(self.bytes_gathered)
-        lines = [
+        width = terminal_width()
+        head = (
             f"{self.local} equations on shares, {self.scalars} on scalars, "
-            f"{sum(self.whole.values())} on whole arrays, over {self.n} devices",
-            f"{len(self.reductions)} values reduced across devices: {reduced} per device and step",
+            f"{sum(self.whole.values())} on whole arrays, over {self.n} devices"
+        )
+        lines = [
+            *fold(head, width),
+            *fold(f"{len(self.reductions)} values reduced across devices: {reduced} per device and step", width),
             *_groups(self.reductions),
-            f"{len(self.gathers)} values gathered: {gathered} per device and step",
+            *fold(f"{len(self.gathers)} values gathered: {gathered} per device and step", width),
             *_groups(self.gathers),
         ]
         if self.others is not None:
             sent = size_text(sum(x.sent for x in self.others))
-            lines += [f"{len(self.others)} collectives over other mesh axes: {sent} per device and step"]
+            lines += fold(f"{len(self.others)} collectives over other mesh axes: {sent} per device and step", width)
             lines += _others(self.others)
         if self.whole:
             names = ", ".join(f"{count} {name}" for name, count in self.whole.items())
-            lines.append(f"in full on every device: {names}")
+            lines += fold(f"in full on every device: {names}", width)
         return "\n".join(lines)
 
 
@@ -102,21 +108,27 @@ def _wire(crossings: tuple[Communication, ...], n: int, passes: int) -> int:
     return passes * sum(c.nbytes * c.times for c in crossings) * (n - 1) // n
 
 
-def _others(collectives: tuple[Any, ...]) -> list[str]:
-    groups = collections.Counter((x.kind, "+".join(x.axes), x.nbytes, x.times) for x in collectives)
-    return [
-        f"  {count:4d} x {kind} of {size_text(nbytes)} over {axes}" + (f", {times} times" if times > 1 else "")
+def _others(moved: tuple[Collective, ...]) -> list[str]:
+    groups = collections.Counter((x.kind, "+".join(x.axes or ()), x.nbytes, x.times) for x in moved)
+    return _counted(
+        (count, f"{kind} of {size_text(nbytes)} over {axes}", times)
         for (kind, axes, nbytes, times), count in groups.most_common()
-    ]
+    )
 
 
 def _groups(crossings: tuple[Communication, ...]) -> list[str]:
-    """One line for crossings that differ in nothing that is shown."""
-    groups = collections.Counter((c.how, c.primitive, c.shape, c.dtype, c.times) for c in crossings)
-    return [
-        f"  {count:4d} x {how:6s} {dtype}{list(shape)} for {name}" + (f", {times} times" if times > 1 else "")
-        for (how, name, shape, dtype, times), count in groups.items()
-    ]
+    """One row for crossings that differ in nothing that is shown."""
+    groups = collections.Counter((c.how, c.dtype, c.shape, c.primitive, c.times) for c in crossings)
+    return _counted(
+        (count, f"{how:6s} {dtype}{list(shape)} for {name}", times)
+        for (how, dtype, shape, name, times), count in groups.items()
+    )
+
+
+def _counted(groups: Iterable[tuple[int, str, int]]) -> list[str]:
+    """Indented rows: how many, what, and how often if more than once."""
+    rows = [(f"{count:4d} x {what}" + (f", {times} times" if times > 1 else ""),) for count, what, times in groups]
+    return table((), rows, "<", indent=2).splitlines()
 
 
 def explain(options: Options, inner: Any, params: Any) -> Report:
@@ -146,7 +158,7 @@ def explain(options: Options, inner: Any, params: Any) -> Report:
     return Report.of(record, axes.n, _over_others(options, body, arrays))
 
 
-def _over_others(options: Options, body: Update, arrays: Sequence[Any]) -> tuple[Any, ...] | None:
+def _over_others(options: Options, body: Update, arrays: Sequence[Any]) -> tuple[Collective, ...] | None:
     """What the update moves over mesh axes that are the compiler's: only the compiled program shows it."""
     if options.param_specs is None or not isinstance(options.mesh, Mesh):
         return None

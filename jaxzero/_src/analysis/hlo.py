@@ -7,6 +7,7 @@ from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
+from .._table import fold, table, terminal_width
 from ..jaxpr.collectives import REDUCE, SCATTER
 from .hlo_parser import Groups, Instruction, Program, axes, groups, parse, sizes, text_of
 
@@ -73,19 +74,19 @@ class Collectives(tuple[Collective, ...]):
         )
 
     def __str__(self) -> str:
-        rows = sorted(self, key=lambda x: -x.sent)
-        head = f"{'collective':18s} {'axes':14s} {'MB':>9s} times loop {'between':>7s} hidden leaf"
-        out = [head, *map(_row, rows)]
+        head = ("collective", "axes", "MB", "times", "loop", "between", "hidden", "leaf")
+        rows = [_row(x) for x in sorted(self, key=lambda x: -x.sent)]
         total = sum(x.times for x in self)
-        return "\n".join([*out, f"{total} collectives, {self.sent() / 1e6:.3f} MB sent by each device"])
+        sent = f"{total} collectives, {self.sent() / 1e6:.3f} MB sent by each device"
+        return "\n".join([table(head, rows, "<<>><><<"), *fold(sent, terminal_width())])
 
 
-def _row(x: Collective) -> str:
+def _row(x: Collective) -> tuple[str, ...]:
     over = "?" if x.axes is None else "+".join(x.axes)
     between = "-" if x.distance is None else str(x.distance)
     yes = lambda flag: "yes" if flag else "no"
-    size = f"{x.nbytes / 1e6:9.3f} {x.times:5d} {yes(x.looped):4s} {between:>7s} {yes(x.hidden):6s}"
-    return f"{x.kind:18s} {over:14s} {size} {x.leaf or ''}".rstrip()
+    size = f"{x.nbytes / 1e6:.3f}"
+    return x.kind, over, size, str(x.times), yes(x.looped), between, yes(x.hidden), x.leaf or ""
 
 
 def collectives(compiled: Any, mesh: Mesh | AbstractMesh | None = None) -> Collectives:

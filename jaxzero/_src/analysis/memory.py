@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+from .._table import table
 from .._text import size_text
 
 
@@ -31,9 +32,9 @@ class Memory:
         return self.arguments + self.temporaries + self.outputs - self.aliased
 
     def __str__(self) -> str:
-        rows = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)} | {"total": self.total}
-        shown = {name: "unknown" if size is None else size_text(size) for name, size in rows.items()}
-        return "\n".join(["per device", *(f"  {name:11s} {size:>12s}" for name, size in shown.items())])
+        sizes = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)} | {"total": self.total}
+        rows = [(name, "unknown" if size is None else size_text(size)) for name, size in sizes.items()]
+        return table((), rows, title="per device", indent=2)
 
 
 def memory(compiled: Any) -> Memory:

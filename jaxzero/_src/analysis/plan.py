@@ -1,12 +1,13 @@
 """The plan: what each device will hold and send, before anything is allocated or compiled."""
 
 import dataclasses
-import io
+import html
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from .._optional import need
+from .._table import fold, table, terminal_width
 from .._text import size_text
 from ..jaxpr.collectives import Sent
 from ..sharding.layout import Shape
@@ -125,7 +126,7 @@ class Plan:
         return _text_of(self)
 
     def _repr_html_(self) -> str:
-        return _html_of(self)
+        return f"<pre style='line-height: normal'>{html.escape(_text_of(self, NOTEBOOK_WIDTH))}</pre>"
 
     def plot(self, ax: Any = None) -> Any:
         """Memory at rest per device as stacked bars, one for each stage; needs matplotlib.
@@ -139,30 +140,21 @@ class Plan:
         return _plot_of(self, ax)
 
 
-# --- bytes at rest -------------------------------------------------------------------------------
-
-
 # --- how it is shown ------------------------------------------------------------------------------
 
-WIDTH = 100
+#: Columns of the tables in a notebook.
+NOTEBOOK_WIDTH = 100
 NAMES = ("unsharded", "stage 1", "stage 2", "stage 3")
 PARTS = {"parameters": "parameters", "gradients": "gradients", "state": "optimizer state"}
 PLACES = {"host": "of it on the host", "device": "on the device"}
 
 
-def _text_of(plan: Plan) -> str:
+def _text_of(plan: Plan, width: int | None = None) -> str:
     """The tables as plain text."""
-    console = _console()
-    with console.capture() as capture:
-        console.print(*_tables(plan), sep="\n")
-    return "\n".join(line.rstrip() for line in capture.get().splitlines())
-
-
-def _html_of(plan: Plan) -> str:
-    """The tables as HTML."""
-    console = _console(record=True)
-    console.print(*_tables(plan), sep="\n")
-    return console.export_html(inline_styles=True, code_format="<pre style='line-height: normal'>{code}</pre>")
+    width = width or terminal_width()
+    parts = [f"stage {plan.stage}, {_mesh(plan)}", _leaves(plan, width), _at_rest(plan, width), _traffic(plan, width)]
+    notes = [line for note in plan.notes for line in fold(note, width)]
+    return "\n\n".join(["\n".join(fold(parts[0], width)), *parts[1:], "\n".join(notes)])
 
 
 def _plot_of(plan: Plan, ax: Any = None) -> Any:
@@ -183,22 +175,6 @@ def _plot_of(plan: Plan, ax: Any = None) -> Any:
     return ax
 
 
-# --- tables --------------------------------------------------------------------------------------
-
-
-def _console(**options: Any) -> Any:
-    rich = need("rich.console", "cli", "printing a plan")
-    return rich.Console(width=WIDTH, file=io.StringIO(), highlight=False, **options)
-
-
-def _tables(plan: Plan) -> Iterator[Any]:
-    yield f"stage {plan.stage}, {_mesh(plan)}"
-    yield _leaves(plan)
-    yield _at_rest(plan)
-    yield _traffic(plan)
-    yield from plan.notes
-
-
 def _mesh(plan: Plan) -> str:
     sizes = dict(plan.mesh)
     named = lambda axes: " x ".join(f"{a}={sizes[a]}" for a in axes)
@@ -206,61 +182,52 @@ def _mesh(plan: Plan) -> str:
     return f"split over {named(plan.shard_axis)}{again}"
 
 
-def _table(title: str, columns: Sequence[str], left: int = 1) -> Any:
-    table = need("rich.table", "cli", "printing a plan")
-    box = need("rich.box", "cli", "printing a plan")
-    out = table.Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    for i, name in enumerate(columns):
-        out.add_column(name, justify="left" if i < left else "right", overflow="fold", no_wrap=i > 0)
-    return out
-
-
-def _leaves(plan: Plan) -> Any:
+def _leaves(plan: Plan, width: int) -> str:
     transport = "chunk" if plan.stage == 3 else "bucket"
-    columns = ("leaf", "array", "layout", "x", "padding", "parameter", "gradient", "state", transport)
-    table = _table("bytes per device at rest, of all leaves in a row together", columns, left=3)
-    for name, rows in blocks(plan.leaves):
-        first, count = rows[0], len(rows)
-        numbers = sorted({n for row in rows if (n := row.chunk if plan.stage == 3 else row.bucket) is not None})
-        table.add_row(
-            _plain(name),
-            _plain(f"{_short(first.dtype)}[{','.join(map(str, first.shape))}]"),
-            first.layout,
-            str(count) if count > 1 else "",
-            str(first.padding or ""),
-            *(size_text(count * getattr(first, part)) for part in ("parameters", "gradients", "state")),
-            ranges(numbers),
+    head = ("leaf", "array", "layout", "x", "padding", "parameter", "gradient", "state", transport)
+    rows = []
+    for name, members in blocks(plan.leaves):
+        first, count = members[0], len(members)
+        numbers = sorted({n for row in members if (n := row.chunk if plan.stage == 3 else row.bucket) is not None})
+        rows.append(
+            (
+                name,
+                f"{_short(first.dtype)}[{','.join(map(str, first.shape))}]",
+                first.layout,
+                str(count) if count > 1 else "",
+                str(first.padding or ""),
+                *(size_text(count * getattr(first, part)) for part in ("parameters", "gradients", "state")),
+                ranges(numbers),
+            )
         )
     if plan.other_state:
-        table.add_row("(other state)", *[""] * 6, size_text(plan.other_state), "")
-    return table
+        rows.append(("(other state)", *[""] * 6, size_text(plan.other_state), ""))
+    title = "bytes per device at rest, of all leaves in a row together"
+    empty = [i for i in (3, 4) if not any(row[i] for row in rows)]  # without repeats or padding: more room for names
+    shown = lambda row: [cell for i, cell in enumerate(row) if i not in empty]
+    return table(shown(head), [*map(shown, rows)], "".join(shown("<<<>>>>>>")), title=title, width=width)
 
 
-def _at_rest(plan: Plan) -> Any:
+def _at_rest(plan: Plan, width: int) -> str:
     names = [name + (" *" if i == plan.stage else "") for i, name in enumerate(NAMES)]
-    table = _table("per device at rest (* this plan)", ("", *names))
     places = PLACES if any(row.host for row in plan.at_rest) else {}
-    for part, label in (PARTS | {"total": "total"} | places).items():
-        table.add_row(label, *(size_text(getattr(row, part)) for row in plan.at_rest))
-    return table
+    rows = [
+        (label, *(size_text(getattr(row, part)) for row in plan.at_rest))
+        for part, label in (PARTS | {"total": "total"} | places).items()
+    ]
+    return table(("", *names), rows, title="per device at rest (* this plan)", width=width)
 
 
-def _traffic(plan: Plan) -> Any:
-    table = _table("sent per device and step", ("phase", "mesh axes", "collective", "calls", "bytes"), left=3)
-    for row in plan.traffic:
-        table.add_row(row.phase, ", ".join(row.axes), row.kind, str(row.calls), size_text(row.nbytes))
-    table.add_row("total", "", "", str(sum(row.calls for row in plan.traffic)), size_text(plan.sent))
-    return table
+def _traffic(plan: Plan, width: int) -> str:
+    rows = [(x.phase, ", ".join(x.axes), x.kind, str(x.calls), size_text(x.nbytes)) for x in plan.traffic]
+    rows.append(("total", "", "", str(sum(x.calls for x in plan.traffic)), size_text(plan.sent)))
+    head = ("phase", "mesh axes", "collective", "calls", "bytes")
+    return table(head, rows, "<<<>>", title="sent per device and step", width=width)
 
 
 def _short(dtype: str) -> str:
     """A dtype as JAX prints types: `bf16`, `i32`."""
     return dtype.replace("float", "f").replace("int", "i").replace("complex", "c")
-
-
-def _plain(words: str) -> Any:
-    """Text in which brackets are brackets."""
-    return need("rich.text", "cli", "printing a plan").Text(words)
 
 
 # --- repeated blocks -----------------------------------------------------------------------------

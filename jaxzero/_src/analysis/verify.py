@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import optax
 
+from .._table import table
 from .._text import path_text, size_text
 from ..jaxpr.collectives import GATHER, REDUCE, SCATTER
 from ..sharding.axes import Axes
@@ -57,17 +58,13 @@ class Verification:
     collectives: Collectives
 
     def __str__(self) -> str:
-        return table(self.checks)
+        return promised_and_found(self.checks)
 
 
-def table(checks: Sequence[Check]) -> str:
-    """Promised and found, one line each."""
-    width = max(len(c.what) for c in checks)
-    head = f"{'per device':{width}s}  {'promised':>9s}  {'found':>9s}"
-    rows = (
-        f"{c.what:{width}s}  {size_text(c.promised):>9s}  {size_text(c.found):>9s}  {c.problem or 'ok'}" for c in checks
-    )
-    return "\n".join([head, *rows])
+def promised_and_found(checks: Sequence[Check]) -> str:
+    """Promised and found, a row for each check."""
+    rows = [(c.what, size_text(c.promised), size_text(c.found), c.problem or "ok") for c in checks]
+    return table(("per device", "promised", "found", ""), rows, "<>><")
 
 
 def verify(
@@ -103,7 +100,7 @@ def verify(
         fixes = " ".join(dict.fromkeys(f"Fix: {c.fix}" for c in missing_first))
         raise ValueError(
             f"{CALL}: the compiled program is not what was promised: "
-            f"{'; '.join(f'{c.what}: {c.problem}' for c in wrong)}. {fixes}\n{table(checks)}"
+            f"{'; '.join(f'{c.what}: {c.problem}' for c in wrong)}. {fixes}\n{promised_and_found(checks)}"
         )
     return Verification(tuple(checks), found)
 
