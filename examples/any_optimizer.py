@@ -1,12 +1,13 @@
-"""The same run under five optimizers, each beside its unsharded twin.
+"""The same run with five optimizers, each compared with its unsharded run.
 
     python examples/any_optimizer.py
 
-AdamW works element by element. LAMB needs the norm of every layer, Muon the whole matrix, Adafactor the means of rows
-and columns, Prodigy sums over all parameters: on a slice of a tensor each of them would compute something else. jaxzero
-traces the optimizer at full shapes and evaluates the trace on shares, so none of them needs to know. The table shows
-the loss of both runs after the same steps, how far their parameters are apart, and what one device holds of the state.
-Without accelerators there are eight virtual devices of the CPU.
+AdamW is elementwise. LAMB needs the norm of every layer, Muon the whole matrix, Adafactor the means of rows and
+columns, Prodigy sums over all parameters. On a slice of a tensor each of these four would compute something else.
+jaxzero traces the optimizer at full shapes and evaluates the trace on shares, so no optimizer needs a change.
+
+The table shows the loss of both runs after the same steps, the difference of their parameters, and the bytes of state
+on one device. Without accelerators the program makes eight virtual CPU devices.
 """
 
 import os
@@ -40,7 +41,7 @@ def loss_fn(params: Any, x: jax.Array, y: jax.Array) -> jax.Array:
 
 
 def draw() -> tuple[Any, Any, Any]:
-    """Parameters of awkward shapes, and a batch that a network of the same kind has made."""
+    """Parameters whose shapes do not divide by 8, and a batch computed by a network of the same kind."""
     rng = np.random.default_rng(0)
     normal = lambda *shape: (rng.normal(size=shape) / np.sqrt(shape[0])).astype(np.float32)
     shapes = {"inner": (21, 50), "bias": (50,), "outer": (50, 3)}
@@ -66,7 +67,7 @@ def unsharded(inner: optax.GradientTransformation, params: Any, x: Any, y: Any) 
 
 
 def sharded(inner: optax.GradientTransformation, params: Any, x: Any, y: Any) -> Any:
-    """The same with jaxzero."""
+    """The same run with jaxzero."""
     zero = jaxzero.Zero(jax.make_mesh((jax.device_count(),), ("data",)), stage=2)
     tx = zero.optimizer(inner)
     params = zero.shard(params)

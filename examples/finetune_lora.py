@@ -1,12 +1,14 @@
-"""Fine-tune a frozen Flax NNX model with LoRA: the base is split over all devices, and only adapters have state.
+"""Fine-tune a frozen Flax NNX model with LoRA: the base is split over all devices, and only the adapters have state.
 
     python examples/finetune_lora.py
 
-A network learns scikit-learn's digits. Then the same digits come turned by a quarter, of which it knows little, and
-LoRA adapters of rank 8 are trained beside its weights. At stage 3 every parameter is split at rest, the frozen ones
-too. `wrt=nnx.LoRAParam` keeps the base out of the optimizer, `jax.lax.stop_gradient` keeps it out of the gradient, so
-it costs one part of its size per device and nothing else. At the end the program shows that no bit of it has changed.
-Without accelerators there are eight virtual devices of the CPU.
+A network learns scikit-learn's digits. Then the same digits are turned by a quarter, the network classifies few of
+them, and LoRA adapters of rank 8 are trained in addition to its weights.
+
+At stage 3 every parameter is stored split, also the frozen ones. `wrt=nnx.LoRAParam` keeps the base out of the
+optimizer and `jax.lax.stop_gradient` keeps it out of the gradient. So the base takes an eighth of its size on each of
+eight devices and nothing else. At the end the program shows that no bit of the base has changed. Without accelerators
+the program makes eight virtual CPU devices.
 """
 
 import os
@@ -38,13 +40,13 @@ class Net(nnx.Module):
         return self.outer(nnx.relu(self.inner(pixels)))
 
     def adapt(self, rngs: nnx.Rngs) -> None:
-        """Put LoRA adapters beside both layers."""
+        """Add LoRA adapters to both layers."""
         self.inner = nnx.LoRA(64, RANK, WIDTH, base_module=self.inner, rngs=rngs)
         self.outer = nnx.LoRA(WIDTH, RANK, 10, base_module=self.outer, rngs=rngs)
 
 
 def train(zero: jaxzero.Zero, model: Net, wrt: Any, pixels: np.ndarray, labels: np.ndarray) -> nnx.Optimizer:
-    """Train what `wrt` names, on the first 1437 digits; `model` holds split parameters."""
+    """Train the variables that `wrt` selects, on the first 1437 digits; the parameters of `model` are split."""
     graph, _ = nnx.split(model)
     optimizer = nnx.Optimizer(model, zero.optimizer(optax.adamw(2e-2)), wrt=wrt)
 
@@ -66,7 +68,7 @@ def train(zero: jaxzero.Zero, model: Net, wrt: Any, pixels: np.ndarray, labels: 
 
 
 def accuracy(zero: jaxzero.Zero, model: Net, pixels: np.ndarray, labels: np.ndarray) -> float:
-    """On the 360 digits that nothing was trained on."""
+    """The accuracy on the 360 digits that are not in the training data."""
     graph, params = nnx.split(model)
     scores = zero.forward(lambda params, pixels: nnx.merge(graph, params)(pixels))(params, pixels[1437:])
     return float(np.mean(np.argmax(scores, axis=1) == labels[1437:]))
@@ -78,7 +80,7 @@ def held(tree: Any) -> int:
 
 
 def main() -> None:
-    """Train the base, then adapters for another task."""
+    """Train the base, then the adapters for another task."""
     jax.config.update("jax_num_cpu_devices", 8)
     digits = sklearn.datasets.load_digits()
     order = np.random.default_rng(0).permutation(1797)
@@ -94,7 +96,7 @@ def main() -> None:
 
     model.adapt(nnx.Rngs(1))
     before = zero.gather(nnx.state(model, FROZEN))
-    nnx.update(model, zero.shard(nnx.state(model)))  # the new adapters; what is split already is kept
+    nnx.update(model, zero.shard(nnx.state(model)))  # splits the new adapters; split leaves stay as they are
     optimizer = train(zero, model, nnx.LoRAParam, turned, labels)
     print(f"with adapters: {accuracy(zero, model, turned, labels):.1%} of turned ones")
 

@@ -1,13 +1,16 @@
-"""Keep gathers and reduce-scatters inside fast groups of devices (MiCS), beside one split over all of them.
+"""Keep gathers and reduce-scatters inside fast groups of devices (MiCS), compared with one split over all devices.
 
     python examples/mics.py
 
-Eight devices in two groups of four, as two nodes would be. Split over all eight, each device holds an eighth, and in
-each micro-step gradients are summed across the slow link between the groups. With `replica_axis="group"` the split
-stays inside a group and the groups repeat it: each device holds a quarter, and only one all-reduce of that quarter per
-step, after the last of four micro-steps, crosses the link. The numbers are those of the same run; the plans say what
-each device sends over which mesh axis, before anything runs. Without accelerators there are eight virtual devices of
-the CPU.
+The eight devices form two groups of four, like two nodes.
+
+* Split over all eight: each device stores an eighth, and each micro-step sums gradients over the slow link between the
+  groups.
+* `replica_axis="group"`: the split stays inside a group, and the groups repeat it. Each device stores a quarter. Only
+  one all-reduce of that quarter per step uses the slow link, after the last of four micro-steps.
+
+Both runs have the same numbers. The plans show what each device sends over which mesh axis, before anything runs.
+Without accelerators the program makes eight virtual CPU devices.
 """
 
 import os

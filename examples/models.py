@@ -1,12 +1,12 @@
-"""Shapes of well-known models, to plan and to compile; nothing here is ever allocated.
+"""Shapes of well-known models, to plan and to compile; no array is allocated.
 
     cd examples
     jaxzero plan models:llama_8b --mesh node=8,local=8 --stage 3
     jaxzero compile models:llama_8b --topology h100:8x8 --stage 3
     jaxzero compile models:gpt_3b --topology v5e:4x4 --stage 3
 
-Each function returns what the command line expects: abstract parameters, the loss, and an abstract batch.
-The benchmarks take the same models, in every way in which `how` writes them.
+Each function returns abstract parameters, the loss and an abstract batch, as the command line expects. The benchmarks
+use the same models; `how` selects the way in which a model is written.
 """
 
 import dataclasses
@@ -25,9 +25,9 @@ class How:
 
     Attributes:
       stacked: Whether its layers are stacked along a leading axis and scanned, or a list.
-      wrap: What goes around each layer.
-      constrain: What goes around the values between layers: native JAX needs a sharding constraint there to keep the
-        batch cut, jaxzero does not.
+      wrap: The function that wraps each layer, for example `jax.checkpoint`.
+      constrain: The function that is applied to the values between layers. Native JAX needs a sharding constraint there
+        to keep the batch split; jaxzero does not.
     """
 
     stacked: bool = True
@@ -35,13 +35,13 @@ class How:
     constrain: Callable[[jax.Array], jax.Array] = lambda x: x
 
     def params(self, layers: int, block: dict[str, Any]) -> Any:
-        """The abstract parameters of all layers, from those of one."""
+        """The abstract parameters of all layers, from those of one layer."""
         if not self.stacked:
             return [block] * layers
         return {name: jax.ShapeDtypeStruct((layers, *x.shape), x.dtype) for name, x in block.items()}
 
     def through(self, layer: Callable[..., jax.Array], x: jax.Array, layers: Any) -> jax.Array:
-        """`x` through all layers."""
+        """The result of all layers for the input `x`."""
         run = self.wrap(lambda x, p: self.constrain(layer(x, p)))
         x = self.constrain(x)
         if self.stacked:
@@ -57,7 +57,7 @@ def llama_8b(texts: int = 64, how: How = How()) -> Problem:
 
 
 def gpt_3b(texts: int = 32, how: How = How()) -> Problem:
-    """3.4 B parameters in float32, the embedding used at both ends; texts of 512 tokens."""
+    """3.4 B parameters in float32, the embedding also used as the output matrix; texts of 512 tokens."""
     return gpt(32000, width=4096, layers=16, heads=8, batch=(texts, 512), how=how)
 
 
@@ -121,7 +121,7 @@ def rotate(x: jax.Array) -> jax.Array:
 
 
 def rms_norm(x: jax.Array, scale: jax.Array) -> jax.Array:
-    """Divided by the root of the mean square."""
+    """`x` divided by the root of its mean square, then scaled."""
     wide = x.astype(jnp.float32)
     return (wide * jax.lax.rsqrt(jnp.mean(wide**2, -1, keepdims=True) + 1e-5)).astype(x.dtype) * scale
 

@@ -1,10 +1,10 @@
-"""Train on several processes, each with its own devices: here two with four CPU devices each, on this machine.
+"""Train on several processes, each with its own devices: here two processes with four CPU devices each, on one machine.
 
     python examples/multi_process.py
     python examples/multi_process.py --processes 4 --devices 2 --checkpoint-dir runs/multi_process
 
-On a cluster one process runs on every node, and JAX finds the others by itself: then `jax.distributed.initialize()`
-stands in the place of `join`, and nothing else changes.
+On a cluster one process runs on every node, and JAX finds the others by itself. Call `jax.distributed.initialize()`
+there in place of `join`; nothing else changes.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxzero
 
-WIDTH = 61  # divides by nothing
+WIDTH = 61  # a prime: it does not divide by any number of devices
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,23 +38,23 @@ class Options:
     processes: int = 2
     """How many processes."""
     devices: int = 4
-    """CPU devices of each."""
+    """CPU devices of each process."""
     stage: int = 3
     """ZeRO stage."""
     steps: int = 20
     """Training steps."""
     checkpoint_dir: pathlib.Path | None = None
-    """Where checkpoints go, every 10 steps; training goes on from the latest one there."""
+    """Folder for a checkpoint every 10 steps; training continues from the latest one there."""
     coordinator: str = ""
     """Address of process 0; default: a free port of this machine."""
     process: int | None = None
-    """Which process this is; default: none of them, but the one that starts them."""
+    """Number of this process; default: this program starts the processes."""
     timeout: int = 60
     """Seconds to wait for the other processes."""
 
 
 def start(options: Any) -> int:
-    """Start all processes of the program that is running, and wait for them; if one fails, end the others."""
+    """Start all processes of this program and wait for them; if one fails, end the others."""
     coordinator = options.coordinator or f"localhost:{free_port()}"
     same = [sys.executable, *sys.argv, "--coordinator", coordinator]
     running = [subprocess.Popen([*same, "--process", str(i)]) for i in range(options.processes)]
@@ -79,7 +79,7 @@ def free_port() -> int:
 
 
 def join(options: Any) -> None:
-    """Make this process one of many. On SLURM and TPU pods `jax.distributed.initialize()` finds all of this itself."""
+    """Connect this process to the others. On SLURM and TPU pods `jax.distributed.initialize()` needs no arguments."""
     jax.config.update("jax_num_cpu_devices", options.devices)
     watch = threading.Timer(options.timeout, give_up, [options])  # JAX would abort with a stack trace
     watch.start()
@@ -114,14 +114,14 @@ def loss_fn(params: Any, x: jax.Array, y: jax.Array) -> jax.Array:
 
 
 def examples_of(process: int, step: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """This process's examples of a step: each reads its own part of the data."""
+    """The examples of one process in one step: each process reads its own part of the data."""
     rng = np.random.default_rng([process, step])
     x = rng.normal(size=(count, WIDTH)).astype(np.float32)
     return x, np.sin(x[:, :1]) + x[:, 1:2]
 
 
 def train(options: Options) -> None:
-    """The same program on every process."""
+    """Train. Every process runs this program."""
     mesh = jax.make_mesh((jax.device_count(),), ("data",))
     zero = jaxzero.Zero(mesh, stage=options.stage)
     inner = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(3e-3))
@@ -163,7 +163,7 @@ def train(options: Options) -> None:
 
 
 def main(options: Options) -> None:
-    """Start the processes, or be one of them."""
+    """Start the processes, or run as one of them."""
     if options.process is None:
         sys.exit(start(options))
     join(options)

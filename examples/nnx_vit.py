@@ -3,11 +3,12 @@
     python examples/nnx_vit.py
     python examples/nnx_vit.py --stage 1 --steps 300
 
-The model is plain NNX: modules, `nnx.Dropout` with its own `nnx.Rngs`, `nnx.Optimizer`. What jaxzero adds are the four
-lines marked `<--`. Parameters are split at rest (stage 3), so the loss is a function of the state, which
-`zero.value_and_grad` calls with whole parameters, gathered one use at a time. Digits that were not trained on are
-classified by `zero.forward`, from the same split parameters. Without accelerators there are eight virtual devices of
-the CPU.
+The model is plain NNX: modules, `nnx.Dropout` with its own `nnx.Rngs`, `nnx.Optimizer`. jaxzero adds the four lines
+marked `<--`.
+
+At stage 3 the parameters are stored split. So the loss is a function of the state, and `zero.value_and_grad` calls it
+with parameters that are gathered where they are used. `zero.forward` classifies digits that are not in the training
+data, from the same split parameters. Without accelerators the program makes eight virtual CPU devices.
 """
 
 import os
@@ -43,7 +44,7 @@ class Block(nnx.Module):
 
 
 class ViT(nnx.Module):
-    """Images `[batch, 8, 8]` in, scores of the ten digits out."""
+    """From images `[batch, 8, 8]` to scores of the ten digits."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.embed = nnx.Linear(PATCH * PATCH, WIDTH, rngs=rngs)
@@ -61,7 +62,7 @@ class ViT(nnx.Module):
 
 
 def main(stage: Literal[1, 2, 3] = 3, steps: int = 150) -> None:
-    """Train, and print the accuracy on digits that were not trained on.
+    """Train, and print the accuracy on digits that are not in the training data.
 
     Args:
       stage: ZeRO stage.
@@ -76,13 +77,13 @@ def main(stage: Literal[1, 2, 3] = 3, steps: int = 150) -> None:
     model = nnx.jit(lambda: ViT(nnx.Rngs(0)))()
     graph, _ = nnx.split(model)
     zero = jaxzero.Zero(jax.make_mesh((jax.device_count(),), ("data",)), stage=stage)  # <--
-    nnx.update(model, zero.shard(nnx.state(model)))  # <-- as it rests at this stage; keys and counts are whole
+    nnx.update(model, zero.shard(nnx.state(model)))  # <-- as it is stored at this stage; keys and counts are whole
     inner = optax.adamw(optax.cosine_decay_schedule(1e-2, steps))
     optimizer = nnx.Optimizer(model, zero.optimizer(inner), wrt=nnx.Param)  # <--
-    optimizer.step[...] = zero.shard(optimizer.step[...])  # all on one mesh, or the second step compiles again
+    optimizer.step[...] = zero.shard(optimizer.step[...])  # on the same mesh, else the second step compiles again
 
     def loss_fn(params: Any, rest: Any, images: jax.Array, labels: jax.Array) -> Any:
-        model = nnx.merge(graph, params, rest)  # the keys of its Rngs are another one on each device
+        model = nnx.merge(graph, params, rest)  # the keys of its Rngs differ between devices
         loss = optax.softmax_cross_entropy_with_integer_labels(model(images), labels).mean()
         return loss, nnx.state(model, nnx.RngCount)
 

@@ -1,13 +1,17 @@
-"""jaxzero inside a `shard_map` that you have written yourself, where it is a plain Optax transformation.
+"""jaxzero inside your own `shard_map`, where it is a plain Optax transformation.
 
     python examples/shard_map_by_hand.py
 
-Inside `shard_map` the program is that of one device: its examples, its share of the state, collectives where you put
-them. `jaxzero.zero2(inner, "data")` reads each gradient as what it is, reduces those that are this device's own, and
-gathers the updates. Three things differ from the global view, marked 1 to 3 below: the specs of the state come from
-`zero.specs`, parameters are made varying before they are differentiated (JAX would sum the gradient over devices
-otherwise, and jaxzero refuses what is summed already), and the mean of the loss is yours to take. Without accelerators
-there are eight virtual devices of the CPU.
+Inside `shard_map` you write the program of one device: its examples, its share of the state, and the collectives.
+`jaxzero.zero2(inner, "data")` reads from the type of each gradient whether it is local, reduces local gradients, and
+gathers the updates. Three lines differ from the global view, marked 1 to 3 below:
+
+1. The specs of the state come from `zero.specs`.
+2. The parameters are made varying before they are differentiated. Otherwise JAX sums the gradient over devices, and
+   jaxzero refuses a gradient that is summed already.
+3. The program takes the mean of the loss itself.
+
+Without accelerators the program makes eight virtual CPU devices.
 """
 
 import os
@@ -37,7 +41,7 @@ def main() -> None:
     jax.config.update("jax_num_cpu_devices", 8)
     rng = np.random.default_rng(0)
     normal = lambda *shape: (rng.normal(size=shape) / np.sqrt(shape[0])).astype(np.float32)
-    start = {"inner": normal(21, 50), "bias": normal(50), "outer": normal(50, 3)}  # nothing has to divide
+    start = {"inner": normal(21, 50), "bias": normal(50), "outer": normal(50, 3)}  # no dimension has to divide
     mesh = jax.make_mesh((jax.device_count(),), ("data",))
     x, y = jax.device_put((normal(64, 21), normal(64, 3)), jax.NamedSharding(mesh, P("data")))
     zero = jaxzero.Zero(mesh, stage=2)

@@ -1,11 +1,15 @@
-"""ZeRO beside tensor parallelism, on a mesh of data=4 and model=2: the same run as on one device.
+"""ZeRO together with tensor parallelism, on a mesh of data=4 and model=2: the same run as on one device.
 
-The matrices of this perceptron are sharded over "model": the first by columns, the second by rows, so a layer
-costs one all-reduce of activations. `param_specs` says so. jaxzero cuts what is left of each over "data", and leaves
-"model" to the compiler: no collective of its own makes a matrix whole over it. The loss is written for one device, and
-optimizers stay exact: the norm for the clipping is over both axes, Muon orthogonalises whole matrices.
+    python examples/tensor_parallel.py
 
-Run it with `python examples/tensor_parallel.py`. It needs 8 devices; without any it makes them of the CPU.
+The matrices of this perceptron are sharded over "model", the first by columns and the second by rows, so a layer costs
+one all-reduce of activations. `param_specs` declares this sharding.
+
+jaxzero cuts another dimension of each matrix over "data". The compiler handles "model": no collective of jaxzero makes
+a matrix whole over it. The loss is written for one device. Optimizers stay exact: the norm for clipping is over both
+axes, and Muon orthogonalises whole matrices.
+
+The program needs 8 devices. Without accelerators it makes eight virtual CPU devices.
 """
 
 import jax
@@ -17,11 +21,14 @@ from jax.sharding import PartitionSpec as P
 
 import jaxzero
 
-jax.config.update("jax_num_cpu_devices", 8)  # a machine with accelerators does not look at it
+jax.config.update("jax_num_cpu_devices", 8)  # has no effect on a machine with accelerators
 
 STEPS, WIDTH, HIDDEN = 20, 64, 256
 SPECS = {
-    "in": {"w": P(None, "model"), "b": P("model")},  # columns; its only dimension is taken: the bias is not cut
+    "in": {
+        "w": P(None, "model"),
+        "b": P("model"),
+    },  # columns; the bias is not cut, because "model" shards its only dimension
     "out": {"w": P("model", None), "b": P()},  # rows
 }
 
@@ -36,7 +43,7 @@ def init(key):
 
 
 def loss(params, batch):
-    """The mean over examples, with no word of devices."""
+    """The mean over examples, written for one device."""
     x, y = batch
     hidden = jax.nn.gelu(x @ params["in"]["w"] + params["in"]["b"])
     return jnp.mean((hidden @ params["out"]["w"] + params["out"]["b"] - y) ** 2)
@@ -58,7 +65,7 @@ def on_one_device(inner, params, batch):
 
 
 def on_the_mesh(zero, inner, params, batch):
-    """The same in jaxzero. The batch is cut over "data" alone: both halves of a model see the same examples."""
+    """The same run with jaxzero. The batch is cut over "data" alone: both halves of a model get the same examples."""
     tx, grad_fn = zero.optimizer(inner), zero.value_and_grad(loss)
 
     @jax.jit
@@ -75,7 +82,7 @@ def on_the_mesh(zero, inner, params, batch):
 
 
 def main():
-    """Trains at each stage, prints where things are and how far from one device the parameters end up."""
+    """Trains at stages 2 and 3, prints the specs and the difference of the parameters from the run on one device."""
     mesh = jax.make_mesh((4, 2), ("data", "model"))
     params = init(jax.random.key(0))
     x = np.random.default_rng(0).normal(size=(64, WIDTH)).astype(np.float32)

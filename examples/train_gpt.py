@@ -3,8 +3,8 @@
     python examples/train_gpt.py
     python examples/train_gpt.py --optimizer muon --stage 1 --mesh 2x4 --data book.txt
 
-The text is by default the source of Python's own standard library, cut into bytes. Without accelerators the program
-makes eight virtual devices of the CPU. Everything that jaxzero does stands in `main`, between the two lines of dashes.
+By default the text is the source of Python's standard library, as bytes. Without accelerators the program makes eight
+virtual CPU devices. All calls of jaxzero are in `main`, between the two lines of dashes.
 """
 
 import dataclasses
@@ -52,15 +52,15 @@ class Options:
     stage: Literal[1, 2, 3] = 2
     """ZeRO stage: 1 shards the optimizer state, 2 the gradients too, 3 the parameters too."""
     mesh: str = ""
-    """Devices: "8", or "2x4" for 2 groups of 4. Default: all there are."""
+    """Devices: "8", or "2x4" for 2 groups of 4. Default: all devices."""
     replica: bool = True
-    """With two groups: repeat the state in each (MiCS). Without: split it over both, gathered in two hops."""
+    """With two groups: repeat the state in each (MiCS); otherwise split it over both and gather it in two hops."""
     accumulate: int = 1
     """Micro-batches per step, whose gradients are added."""
     dtype: Literal["fp32", "bf16"] = "fp32"
     """Dtype of parameters and computation; with bf16 the optimizer keeps a float32 copy of the parameters."""
     offload: bool = False
-    """Keep optimizer state, and at stage 3 parameters, in the host's memory while they are not used."""
+    """Store optimizer state, and at stage 3 parameters, in the host's memory."""
     optimizer: str = "adamw"
     """Any alias of optax or optax.contrib."""
     learning_rate: float | None = None
@@ -82,13 +82,13 @@ class Options:
     checkpoint_dir: pathlib.Path | None = None
     """Folder for ten checkpoints of the run."""
     resume: bool = False
-    """Go on from the latest checkpoint there, on whatever mesh, stage and number of processes."""
+    """Continue from the latest checkpoint there, on any mesh, stage and number of processes."""
     processes: int = 1
     """CPU processes, which share the eight devices."""
     process: int | None = None
-    """Which of them this is. Default: the one that starts them."""
+    """Number of this process. Default: this program starts the processes."""
     coordinator: str = ""
-    """Where they meet. Default: a free port of this machine."""
+    """Address of process 0. Default: a free port of this machine."""
     data: pathlib.Path | None = None
     """A file to learn. Default: the standard library's source text."""
     out: pathlib.Path = pathlib.Path("runs/train_gpt")
@@ -141,7 +141,7 @@ def crops(tokens: np.ndarray, seed: tuple[int, ...], batch: int, length: int) ->
     return tokens[starts[:, None] + np.arange(length + 1)]
 
 
-# ---- the model: nothing in it knows about devices
+# ---- the model: written for one device
 
 
 class Block(nn.Module):
@@ -161,7 +161,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Bytes in, scores of the next byte out; the embedding is used at both ends."""
+    """From bytes to scores of the next byte; the embedding is also the output matrix."""
 
     vocabulary: int
     width: int
@@ -203,7 +203,7 @@ def sample(model: GPT, params: Any, start: jax.Array, key: jax.Array, count: int
 
 
 def make_optimizer(options: Options) -> optax.GradientTransformation:
-    """The optimizer that was asked for, after clipping."""
+    """The optimizer of the options, after clipping."""
     name = options.optimizer
     if name not in known():
         near = difflib.get_close_matches(name, known(), 1, 0) + ["adamw"]
@@ -214,7 +214,7 @@ def make_optimizer(options: Options) -> optax.GradientTransformation:
         default = inspect.signature(factory).parameters["learning_rate"].default
         rate = default if isinstance(default, float) else 3e-3
     inner = factory(learning_rate=rate)
-    try:  # some need more than gradients: the value of the loss, or the loss function
+    try:  # some also need the value of the loss, or the loss function
         tiny = {"w": jnp.ones((2, 2))}
         jax.eval_shape(lambda p: inner.update(p, inner.init(p), p), tiny)
     except (TypeError, ValueError) as error:
@@ -227,7 +227,7 @@ def make_optimizer(options: Options) -> optax.GradientTransformation:
 
 
 def make_mesh(text: str) -> Mesh:
-    """One axis of devices, or groups of them."""
+    """A mesh with one axis of devices, or with groups of devices."""
     devices = jax.devices()
     parts = (text or str(len(devices))).lower().split("x")
     if len(parts) > 2 or not all(p.isdecimal() and int(p) > 0 for p in parts):
@@ -252,7 +252,7 @@ def memory(
     grads: Any,
     state: Any,
 ) -> dict[str, Any]:
-    """Bytes on each device, and what a run that shards nothing would keep there."""
+    """Bytes on each device, and the bytes there in a run without sharding."""
     if zero.stage == 1:  # whole on every device
         grads_here = nbytes(grads, lambda x: x.shape)
     else:
@@ -282,11 +282,11 @@ def memory_table(rows: dict[str, Any], title: str) -> rich.table.Table:
     return table
 
 
-# ---- what the run leaves behind
+# ---- files of the run
 
 
 def draw(losses: list[float], entropy: float, held_out: float, path: pathlib.Path) -> None:
-    """The loss curve, with the two figures it should be read against."""
+    """The loss curve, with the unigram entropy and the held-out loss for comparison."""
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 
@@ -300,7 +300,7 @@ def draw(losses: list[float], entropy: float, held_out: float, path: pathlib.Pat
 
 
 def check(options: Options, mesh: Mesh, text: np.ndarray) -> None:
-    """Refuse, in one line, what cannot work."""
+    """Refuse options that cannot work, in one line."""
     for name in ("steps", "batch", "length", "width", "layers", "accumulate", "processes"):
         if getattr(options, name) < 1:
             fail(f"--{name} {getattr(options, name)}: expected 1 or more")
@@ -323,7 +323,7 @@ def check(options: Options, mesh: Mesh, text: np.ndarray) -> None:
 
 
 def main(options: Options) -> None:
-    """Train, and leave a sample, a curve and the figures in the output folder."""
+    """Train, and write a sample, a curve and the figures to the output folder."""
     started = time.perf_counter()
     if 8 % options.processes:
         fail(f"--processes {options.processes}: does not divide 8 devices")
@@ -359,15 +359,15 @@ def main(options: Options) -> None:
         scores = predict(model, params, tokens[:, :-1], train=True, rngs={"dropout": key})
         return mean_loss(scores, tokens[:, 1:])
 
-    # ------------------------------------------------------------------ jaxzero, from here
+    # ------------------------------------------------------------------ jaxzero begins
     groups = len(mesh.axis_names) == 2
     axes = (
         dict(shard_axis="data", replica_axis="group")
         if groups and options.replica
         else dict(shard_axis=mesh.axis_names)
     )
-    at_rest = () if not options.offload else ("state",) if options.stage < 3 else ("state", "params")
-    zero = jaxzero.Zero(mesh, stage=options.stage, offload=at_rest, **axes)
+    on_host = () if not options.offload else ("state",) if options.stage < 3 else ("state", "params")
+    zero = jaxzero.Zero(mesh, stage=options.stage, offload=on_host, **axes)
     tx = zero.optimizer(inner)
     abstract = jax.eval_shape(init, init_key)
     saved = jaxzero.latest(options.checkpoint_dir) if options.checkpoint_dir else None
@@ -386,11 +386,11 @@ def main(options: Options) -> None:
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def train_step(params: Any, state: Any, tokens: jax.Array, key: jax.Array) -> tuple[Any, Any, jax.Array]:
-        loss, grads = grad_fn(params, tokens, key)  # `key` becomes another one on each device
+        loss, grads = grad_fn(params, tokens, key)  # `key` is folded with the device's index
         params, state = zero.apply(tx, grads, state, params)
         return params, state, loss
 
-    # ------------------------------------------------------------------ to here
+    # ------------------------------------------------------------------ jaxzero ends
 
     _, grads = jax.eval_shape(grad_fn, params, batch_of(training, 0), dropout_key)
     figures = memory(zero, mesh, inner, abstract, params, grads, state)
@@ -427,7 +427,7 @@ def main(options: Options) -> None:
             progress.update(task, advance=1, loss=losses[-1], speed=speed, description="training")
             if (i + 1) % max(options.steps // 10, 1) == 0:
                 progress.console.print(f"step {i + 1:5d}  loss {losses[-1]:.3f}  {speed:10,.0f} tokens/s")
-                if options.checkpoint_dir:  # in the background; the losses are the position too, one for each batch
+                if options.checkpoint_dir:  # in the background; one loss per batch, so their number is the position
                     saving = jaxzero.save(options.checkpoint_dir, i + 1, zero, params, state, inner, extra=losses)
     if options.checkpoint_dir and begin < options.steps:
         saving.wait()
@@ -435,9 +435,9 @@ def main(options: Options) -> None:
     def score(params: Any, tokens: jax.Array) -> jax.Array:
         return mean_loss(predict(model, params, tokens[:, :-1]), tokens[:, 1:])
 
-    evaluate = zero.forward(score)  # the mean over devices; parameters stay as they are
+    evaluate = zero.forward(score)  # the mean over devices; the parameters do not change
     held_out_loss = float(np.mean([evaluate(params, batch_of(held_out, i)) for i in range(8)]))
-    params = zero.gather(params)  # whole; at stages 1 and 2 they are so already
+    params = zero.gather(params)  # whole; at stages 1 and 2 they are whole already
     if not first:
         return
 
