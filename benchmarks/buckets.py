@@ -1,10 +1,10 @@
-"""Which `bucket_bytes` is best: step time and temporary memory of one training step, by bucket size.
+"""Step time and temporary memory of one training step for several values of `bucket_bytes`.
 
     python benchmarks/buckets.py [rounds]
 
-All settings run in one process, step by step in turn; time is given as the ratio to `bucket_bytes=None`
-in the same round (median). Virtual CPU devices share this machine's cores: the figures say what copies
-and calls cost here. On GPU and TPU the compiler joins what is left apart, up to its own threshold.
+All settings run in one process and take turns, step by step. The time is the median ratio to `bucket_bytes=None`
+in the same round. Virtual CPU devices share this machine's cores, so the figures show the cost of copies and calls
+here. On GPU and TPU the compiler itself joins separate collectives, up to its own threshold.
 """
 
 import os
@@ -26,7 +26,7 @@ SIZES = {"None": None, "16 kB": 2**14, "64 kB": 2**16, "256 kB": 2**18, "1 MB": 
 
 
 def model(key, *, width=192, layers=8, vocab=3001):
-    """A multilayer perceptron over an embedding: small, middling and large leaves."""
+    """A multilayer perceptron over an embedding, with small, medium and large leaves."""
     keys = iter(jax.random.split(key, 2 * layers + 1))
     params = {"embed": 0.02 * jax.random.normal(next(keys), (vocab, width))}
     for i in range(layers):

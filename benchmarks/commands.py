@@ -1,4 +1,4 @@
-"""What `jaxzero compile` says of the example models, kept for the page of results.
+"""The output of `jaxzero compile` for the example models, stored for the page of results.
 
     python benchmarks/commands.py h100:8x8 llama_8b     # needs pip install "jaxzero[cli,cuda]"
     python benchmarks/commands.py v5e:4x4 gpt_3b        # needs pip install "jaxzero[cli,tpu]"
@@ -18,7 +18,7 @@ EXAMPLES = pathlib.Path(__file__).parent.parent / "examples"
 
 
 def main(machine: str, model: str) -> None:
-    """Runs the command and keeps what it prints."""
+    """Runs the command and stores its output."""
     command = ["-m", "jaxzero", "compile", f"models:{model}", "--topology", machine, "--stage", "3", "--json"]
     paths = os.pathsep.join([str(EXAMPLES.parent), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(

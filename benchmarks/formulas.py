@@ -1,12 +1,12 @@
 """Bytes that each device sends in one optimizer step: the formulas of the ZeRO and MiCS papers, as functions.
 
     M  bytes of the parameters (gradients travel in as many)
-    n  devices, p of them in a shard group, r = n / p groups
-    k  devices in a node, e = p / k nodes in a group
+    n  devices; p devices in a shard group, r = n / p groups
+    k  devices in a node; e = p / k nodes in a group
     s  micro-steps
 
-A ring gather or reduce-scatter of M bytes over g devices sends `M(g-1)/g` from each, an all-reduce twice that.
-In two hops, `M(e-1)/p` from each device go across nodes and `M(k-1)/k` stay inside them: together the same.
+In a ring gather or reduce-scatter of M bytes over g devices each device sends `M(g-1)/g`, in an all-reduce twice that.
+In two hops each device sends `M(e-1)/p` to other nodes and `M(k-1)/k` inside its node; the sum is the same.
 """
 
 from typing import NamedTuple
@@ -15,7 +15,7 @@ GATHER, SCATTER, REDUCE = "all-gather", "reduce-scatter", "all-reduce"
 
 
 class Sent(NamedTuple):
-    """What each device sends over one link: `nbytes` in all, in collectives of `kind`.
+    """The bytes that each device sends over one link in collectives of one kind.
 
     Attributes:
       axis: `"all"` devices, `"group"`, `"node"` (across nodes, in a group), `"local"` (inside a node),
@@ -66,7 +66,7 @@ def mics(M: float, p: int, r: int, s: int = 1, stage: int = 3) -> list[Sent]:
     return [
         Sent("group", GATHER, gathers * M * (p - 1) / p, f"{_gathers(stage)}M(p-1)/p"),
         Sent("group", SCATTER, s * M * (p - 1) / p, "sM(p-1)/p"),
-        _second_hop(M, p, r),
+        _all_reduce_replicas(M, p, r),
     ]
 
 
@@ -78,18 +78,18 @@ def mics_hierarchical(M: float, p: int, r: int, k: int, s: int = 1, stage: int =
         Sent("local", GATHER, gathers * M * (k - 1) / k, f"{g}M(k-1)/k"),
         Sent("local", SCATTER, s * M * (k - 1) / k, "sM(k-1)/k"),
         Sent("node", SCATTER, s * M * (e - 1) / p, "sM(e-1)/p"),
-        _second_hop(M, p, r),
+        _all_reduce_replicas(M, p, r),
     ]
 
 
 def hpz(M: float, p: int, r: int, k: int, s: int = 1) -> list[Sent]:
-    """Stage 3 in hops whose backward pass gathers inside the node only (ZeRO++)."""
+    """Hierarchical stage 3 whose backward pass gathers inside the node only (hpZ of ZeRO++)."""
     rows = mics_hierarchical(M, p, r, k, s)
     return [Sent("node", GATHER, s * M * (p // k - 1) / p, "sM(e-1)/p"), *rows[1:]]
 
 
 def into_a_node(M: float, p: int, k: int, hierarchical: bool) -> float:
-    """Bytes that enter one node in one gather: one ring through it, or one channel per device of it."""
+    """Bytes that enter one node in one gather: by one ring through it, or by one channel per device of the node."""
     return (p - k) * M / p if hierarchical else (p - 1) * M / p
 
 
@@ -102,5 +102,5 @@ def _gathers(stage: int) -> str:
     return "2s" if stage == 3 else ""
 
 
-def _second_hop(M: float, p: int, r: int) -> Sent:
+def _all_reduce_replicas(M: float, p: int, r: int) -> Sent:
     return Sent("replica", REDUCE, 2 * (M / p) * (r - 1) / r, "2(M/p)(r-1)/r")

@@ -1,13 +1,14 @@
-"""Memory, traffic and compile time of large models on machines that are not here, beside native JAX.
+"""Memory, traffic and compile time of large models for other machines, compared with native JAX.
 
     python benchmarks/machines.py h100:2x8 [gpt] [llama]      # needs pip install "jaxzero[cuda]", no GPU
     python benchmarks/machines.py v5e:4x4 [gpt] [llama]       # needs pip install "jaxzero[tpu]", no TPU
 
 One AdamW step of a 3.4 B-parameter GPT in float32 (2 x 512 tokens per device) and of an 8 B Llama in bfloat16
 (1 x 2048 tokens per device), compiled for all devices of the machine: native FSDP (`jit`, NamedSharding on the first
-dimension that divides, activations constrained to the batch axis) and stage 3. What XLA refuses because it does not
-fit the device is recorded as that.
-Writes `benchmarks/measured/<machine>.json`; models that are not named keep their rows.
+dimension that divides, activations constrained to the batch axis) and stage 3. If XLA refuses a program because it
+does not fit the device, the row records that.
+
+Writes `benchmarks/measured/<machine>.json`. Models that are not named keep their rows.
 """
 
 import os
@@ -29,9 +30,10 @@ MODELS = {"gpt": (models.gpt_3b, 2), "llama": (models.llama_8b, 1)}
 
 
 def large(name: str) -> list[str]:
-    """The ways to train a model that a device may hold. Scans first: they compile in seconds.
+    """The ways to train a model that may fit on a device, scans first because they compile in seconds.
 
-    Of the Llama only those: unrolled it compiles for long. It is in bfloat16, and so are the sums of native JAX.
+    The Llama is compiled with scans only, because unrolled it compiles for long. It is in bfloat16, and so are the sums
+    of native JAX.
     """
     llama = name == "llama"
     kept = [way for way, (split, *_) in ways.WAYS.items() if split in ("fsdp", 3)]
@@ -39,7 +41,7 @@ def large(name: str) -> list[str]:
 
 
 def model(name: str, mesh: Mesh) -> ways.MakeModel:
-    """A model with the batch of a mesh."""
+    """The model, with a batch for all devices of the mesh."""
     make, texts = MODELS[name]
     return lambda how: make(texts * mesh.size, how)
 

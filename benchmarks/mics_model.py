@@ -1,16 +1,17 @@
-"""A model, not a measurement: the step time of MiCS beside ZeRO-3 in the setting that the MiCS paper published.
+"""A model, not a measurement: the step time of MiCS and of ZeRO-3 in the setting of the MiCS paper.
 
     python benchmarks/mics_model.py [--micro-steps 4] [--links 0.8] ...
 
 Step time = compute + bytes over links + latency of collectives. The bytes are those of `formulas.py`, which
-`traffic.py` checks against compiled programs. Everything else is an assumption, printed above the table; none was
-chosen to meet the published figures. Both systems are ideal here: whatever else an implementation spends is left out.
+`traffic.py` compares with compiled programs. Everything else is an assumption and is printed above the table. No
+assumption was chosen to meet the published figures. Both systems are ideal: other costs of an implementation are left
+out.
 
-How bytes become seconds, with k devices in a node behind one network card:
+How bytes become seconds, with k devices in a node that share one network card:
 
-* a flat ring over several nodes enters each node once, so its bytes per device are also the card's;
-* hops between nodes, and the all-reduce across groups, run in k rings at once that share the card: k times as many;
-* inside a node each device has a link of its own.
+* A flat ring over several nodes enters each node once, so the card sends the bytes of one device.
+* Hops between nodes, and the all-reduce across groups, run in k rings at once, so the card sends k times as many bytes.
+* Inside a node each device has its own link.
 """
 
 import argparse
@@ -44,7 +45,7 @@ class Model(NamedTuple):
 
     @property
     def parameters(self) -> float:
-        """Of the layers; embeddings are left out."""
+        """The number of parameters of the layers, without embeddings."""
         return 12.0 * self.width**2 * self.layers
 
 
@@ -57,12 +58,12 @@ class Time(NamedTuple):
 
     @property
     def exposed(self) -> float:
-        """No overlap."""
+        """The step time without overlap."""
         return self.compute + self.micro + self.boundary
 
     @property
     def hidden(self) -> float:
-        """The micro-steps overlap perfectly; what comes after them cannot."""
+        """The step time if the micro-steps overlap perfectly; the communication after them cannot overlap."""
         return max(self.compute, self.micro) + self.boundary
 
 
@@ -80,8 +81,8 @@ MODELS = (
 
 
 def assumptions(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """All of them, from the command line."""
-    parser = argparse.ArgumentParser(description="A cost model of MiCS beside ZeRO-3; see the module's docstring.")
+    """All assumptions, from the command line."""
+    parser = argparse.ArgumentParser(description="A cost model of MiCS and ZeRO-3; see the module's docstring.")
     add = parser.add_argument
     add("--micro-steps", type=int, default=4, help="s: micro-steps per optimizer step, for any number of GPUs")
     add("--tokens", type=int, default=8 * 512, help="tokens per GPU and micro-step")
@@ -111,7 +112,7 @@ def zero3_time(model: Model, cluster: Cluster, n: int, given: argparse.Namespace
 
 
 def mics_time(model: Model, cluster: Cluster, n: int, given: argparse.Namespace) -> Time:
-    """One step of MiCS, in hops where a group spans nodes."""
+    """One step of MiCS; hierarchical if a group spans several nodes."""
     p = group(model, cluster, given)
     M, r, s = given.bytes * model.parameters, n // p, given.micro_steps
     sent = formulas.mics_hierarchical(M, p, r, K, s) if p > K else formulas.mics(M, p, r, s)
@@ -170,7 +171,7 @@ class Row(NamedTuple):
 
 
 def rows(given: argparse.Namespace) -> list[Row]:
-    """The table; numbers of GPUs that a group does not divide are left out."""
+    """The table, without numbers of GPUs that do not divide by the group."""
     out = []
     for cluster in CLUSTERS:
         for model in MODELS:
@@ -213,7 +214,7 @@ def _span(values: Sequence[tuple[float, float]], form: str) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints the assumptions, the table, and the published figures beside the model's."""
+    """Prints the assumptions, the table, and the published figures next to those of the model."""
     given = assumptions(arguments)
     print("THIS IS A MODEL: predicted step times, nothing here was measured.")
     print("Assumptions (all but the clusters are options):")

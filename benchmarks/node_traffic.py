@@ -1,13 +1,15 @@
-"""Bytes that enter one node in one gather of stage 3, flat and in hops, compiled for nodes of 8 GPUs.
+"""Bytes that enter one node in one gather of stage 3, flat and hierarchical, compiled for nodes of 8 GPUs.
 
     python benchmarks/node_traffic.py
 
-No GPU is needed, only `pip install "jaxzero[cuda]"`.
+It needs `pip install "jaxzero[cuda]"` and no GPU.
 
-Counted in the compiled program: every group of a gather is taken as a ring that passes through the nodes of its
-devices in order, so a group of `g` devices in several nodes brings `(g-1)/g` of its result into each of them. Several
-such groups that meet in one node (one channel per device) add up. The formulas are `(p-1)M/p` flat, `(p-k)M/p` in hops
-for `M` bytes over `p` devices, `k` in a node. A count that is more than 1 % off makes the exit status 1.
+The count is from the compiled program. Each group of a gather counts as a ring that passes through the nodes of its
+devices in order, so a group of `g` devices in several nodes brings `(g-1)/g` of its result into each of these nodes.
+The bytes of several groups in one node (one channel per device) are added.
+
+For `M` bytes over `p` devices, `k` in a node, the formulas are `(p-1)M/p` for a flat gather and `(p-k)M/p` in hops.
+If a count is off by more than 1 %, the exit status is 1.
 """
 
 import os

@@ -1,12 +1,12 @@
-"""Device memory of a training step with state and parameters at rest on the host, compiled for GPUs.
+"""Device memory of a training step with state and parameters stored on the host, compiled for GPUs.
 
     python benchmarks/offload.py [none] [state] [params] [--scan]
 
 Compiles one AdamW step of the 3.4 B-parameter GPT of `overlap.py`, its blocks under `jax.checkpoint`, at stage 3 for
-8 H100. None is needed, only `pip install "jaxzero[cuda]"`.
+8 H100. It needs `pip install "jaxzero[cuda]"` and no GPU.
 
-JAX knows no memories of devices that are not here, so the arguments at rest on the host are marked in the lowered
-program; on a GPU their sharding (`memory_kind="pinned_host"`) does that.
+JAX has no memory kinds for devices that are not present. So the script marks the arguments that are stored on the host
+in the lowered program; on a real GPU their sharding (`memory_kind="pinned_host"`) does that.
 """
 
 import os
@@ -26,7 +26,7 @@ OFFLOAD = {"none": (), "state": ("state",), "params": ("state", "params")}
 
 
 def mark(lowered, on_host):
-    """Marks arguments of the entry function as resting on the host; `on_host` has one bool for each."""
+    """Marks arguments of the entry function as stored on the host; `on_host` has one bool for each."""
     module = lowered.compiler_ir("stablehlo")
     with module.context:
         entry = next(op for op in module.body.operations if "main" in str(op.attributes["sym_name"]))
@@ -47,8 +47,8 @@ def compiled(mesh, offload, stacked):
     tx = zero.optimizer(optax.adamw(1e-4))
     split = jax.eval_shape(zero.shard, params)
     placed = lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
-    at_rest = lambda tree: jax.tree.map(placed, tree, zero.specs(tree))
-    params, state = at_rest(split), at_rest(jax.eval_shape(tx.init, split))
+    stored = lambda tree: jax.tree.map(placed, tree, zero.specs(tree))
+    params, state = stored(split), stored(jax.eval_shape(tx.init, split))
     hosted = [
         [x.ndim > 0 and what in offload for x in jax.tree.leaves(tree)]
         for what, tree in (("params", params), ("state", state))

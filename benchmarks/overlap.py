@@ -1,13 +1,13 @@
-"""How many gathers of stage 3 hide behind matrix products, in the program that XLA schedules for GPUs.
+"""How many gathers of stage 3 overlap with matrix products in the program that XLA schedules for GPUs.
 
     python benchmarks/overlap.py [plain] [remat] [scan]
 
-Compiles one training step of a 3.4 B-parameter GPT for 2 nodes of 8 H100. None is needed, only
-`pip install "jaxzero[cuda]"`.
+Compiles one training step of a 3.4 B-parameter GPT for 2 nodes of 8 H100. It needs `pip install "jaxzero[cuda]"` and
+no GPU.
 
-A gather is hidden if a matrix product stands between its `-start` and its `-done`, and XLA has not marked the
-pair as synchronous. Only large gathers are counted. What is scheduled before the first reduce-scatter of a
-computation is its forward pass. A loop's body counts once: `while` rows are bodies of scans.
+A gather is hidden if a matrix product is scheduled between its `-start` and its `-done`, and XLA has not marked the
+pair as synchronous. Only large gathers are counted. The instructions before the first reduce-scatter of a computation
+are its forward pass. The body of a loop counts once; `while` rows are bodies of scans.
 """
 
 import itertools

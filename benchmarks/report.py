@@ -1,4 +1,4 @@
-"""Writes `benchmarks/RESULTS.md` and its plots from what the benchmarks left in `benchmarks/measured`.
+"""Writes `benchmarks/RESULTS.md` and its plots from the files in `benchmarks/measured`.
 
 python benchmarks/report.py
 """
@@ -28,7 +28,7 @@ Rows = list[dict[str, Any]]
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table; all columns but the first to the right."""
+    """A Markdown table; all columns except the first are right-aligned."""
     line = lambda cells: "| " + " | ".join(cells) + " |"
     return "\n".join([line(head), line(["---", *["---:"] * (len(head) - 1)]), *map(line, rows)])
 
@@ -49,23 +49,24 @@ def step_time(document: dict[str, Any]) -> str:
         "## Step time, memory and traffic on virtual CPU devices",
         f"A GPT of {about['parameters'] / 1e6:.2f} M parameters (vocabulary {about['vocabulary']}, width "
         f"{about['width']}, {about['layers']} layers), {about['batch']} texts of {about['length']} tokens over all "
-        "devices. All ways of a table's world ran in one process, step by step in turn; times are the least of "
-        f"{about['rounds']} rounds. The machine was shared with other programs and virtual devices share its cores: "
-        "read ratios, not milliseconds, and of them differences beyond a fifth. `beside` is the ratio to the native "
-        "way that splits the same. The matrices of Muon are whole in its products: jaxzero gathers them and computes "
-        "on every device, native JAX shares the products out.",
+        "devices. All ways for one number of devices ran in one process and took turns, step by step; the time is the "
+        f"minimum of {about['rounds']} rounds.",
+        "Other programs ran on the machine, and virtual devices share its cores. So compare ratios, not milliseconds, "
+        "and ignore differences below a fifth. `ratio` compares with the native way that splits the same arrays.",
+        "The matrices of Muon are whole in its products: jaxzero gathers them and computes the products on every "
+        "device, native JAX distributes the products.",
         origin(document),
     ]
     for name in sorted({row["optimizer"] for row in document["rows"]}):
         mine = [row for row in document["rows"] if row["optimizer"] == name]
         parts += [f"### {name}", _step_table(mine)]
     _plot_steps(document["rows"])
-    parts.append("![Step time and memory beside native JAX](measured/step_time.svg)")
+    parts.append("![Step time and memory compared with native JAX](measured/step_time.svg)")
     return "\n\n".join(parts)
 
 
 def _step_table(rows: Rows) -> str:
-    head = ["way, devices", "ms", "beside", "MB per device", "beside", "MB sent", "compiled in s"]
+    head = ["way, devices", "ms", "ratio", "MB per device", "ratio", "MB sent", "compiled in s"]
     by = {(row["world"], row["way"]): row for row in rows}
     lines = []
     for row in sorted(rows, key=lambda row: (row["world"], list(ways.WAYS).index(row["way"]))):
@@ -108,7 +109,7 @@ def _plot_steps(rows: Rows) -> None:
 
 def machine(name: str, document: dict[str, Any]) -> str:
     """One table per model, and a plot."""
-    parts = [f"## Compiled for {MACHINES[name]}, without them", origin(document)]
+    parts = [f"## Compiled for {MACHINES[name]}, without the devices", origin(document)]
     for model in dict.fromkeys(row["model"] for row in document["rows"]):
         mine = [row for row in document["rows"] if row["model"] == model]
         count = document["about"][model] / 1e9
@@ -119,7 +120,7 @@ def machine(name: str, document: dict[str, Any]) -> str:
 
 
 def _machine_table(rows: Rows) -> str:
-    head = ["way", "state, GB", "total, GB", "beside", "GB sent", "gathers hidden", "compiled in s"]
+    head = ["way", "state, GB", "total, GB", "ratio", "GB sent", "gathers hidden", "compiled in s"]
     by = {row["way"]: row for row in rows}
     lines = []
     for row in rows:
@@ -155,7 +156,7 @@ def _plot_machine(name: str, rows: Rows) -> None:
 
 
 def commands(documents: Sequence[dict[str, Any]]) -> str:
-    """What `jaxzero compile` printed."""
+    """The stored output of `jaxzero compile`."""
     head = ["command, in `examples/`", "arguments, GB", "total, GB", "GB sent", "gathers hidden", "compiled in s"]
     lines = []
     for document in documents:
@@ -184,12 +185,12 @@ def main() -> None:
     """Writes the page."""
     parts = [
         "# Results",
-        "Written by `make bench`, which runs all that this machine can: the tables for GPUs and TPUs need their JAX "
-        'plug-ins (`pip install "jaxzero[cuda]"`, `"jaxzero[tpu]"`) and no accelerator. `total` is what a device must '
-        "have: arguments, temporaries and results, donated ones once. `hidden`: the share of large gathers that XLA "
-        "schedules with a matrix product between start and end. jaxzero sums gradients in float32 unless told "
-        "otherwise, native JAX in their own dtype: to native bfloat16 the rows `sums in bfloat16` (`reduce_dtype`) "
-        "compare. Other programs ran on the machine: compile times are rough.",
+        "`make bench` writes this page and runs every benchmark that the machine can run. The tables for GPUs and TPUs "
+        'need their JAX plug-ins (`pip install "jaxzero[cuda]"`, `"jaxzero[tpu]"`) and no accelerator.',
+        "- `total`: the memory that a device needs, which is arguments, temporaries and results, donated ones once\n"
+        "- `gathers hidden`: the share of large gathers that XLA schedules with a matrix product between start and end",
+        "jaxzero sums gradients in float32 by default, native JAX in their own dtype. So compare native bfloat16 with "
+        "the rows `sums in bfloat16` (`reduce_dtype`). Other programs ran on the machine, so compile times are rough.",
     ]
     if document := results.read("step_time"):
         parts.append(step_time(document))

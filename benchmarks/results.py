@@ -1,4 +1,4 @@
-"""Where measurements are kept: one JSON file for each benchmark, with what is needed to read it."""
+"""The measurements: one JSON file for each benchmark, with versions, machine and date."""
 
 import datetime as dt
 import json
@@ -11,7 +11,7 @@ FOLDER = pathlib.Path(__file__).parent / "measured"
 
 
 def write(name: str, rows: list[dict[str, Any]], about: dict[str, Any]) -> None:
-    """Writes the rows of one benchmark, the versions, and what machine it was."""
+    """Writes the rows of one benchmark, the versions and the machine."""
     import jax
     import optax
 
@@ -31,6 +31,6 @@ def write(name: str, rows: list[dict[str, Any]], about: dict[str, Any]) -> None:
 
 
 def read(name: str) -> dict[str, Any] | None:
-    """A written benchmark, or `None` where it was never run."""
+    """The stored benchmark, or `None` if there is none."""
     path = FOLDER / f"{name}.json"
     return json.loads(path.read_text()) if path.exists() else None

@@ -1,8 +1,8 @@
-"""Runs every benchmark that this machine can, then writes `benchmarks/RESULTS.md`.
+"""Runs every benchmark that this machine can run, then writes `benchmarks/RESULTS.md`.
 
     python benchmarks/run.py      # make bench
 
-Each benchmark is a process of its own; those for GPUs and TPUs run where the JAX plug-in is installed.
+Each benchmark is a separate process. Those for GPUs and TPUs run if the JAX plug-in is installed.
 """
 
 import importlib.util
@@ -11,7 +11,7 @@ import subprocess
 import sys
 
 HERE = pathlib.Path(__file__).parent
-#: Arguments, and the module that must be there.
+#: Arguments, and the module that must be installed.
 ALL: list[tuple[list[str], str]] = [
     (["step_time.py"], "jax"),
     (["buckets.py"], "jax"),
@@ -28,7 +28,7 @@ ALL: list[tuple[list[str], str]] = [
 
 
 def main() -> int:
-    """Runs them in turn; the status says whether any failed."""
+    """Runs them one after another; the status is 1 if any failed."""
     failed = []
     for (script, *arguments), module in ALL:
         name = " ".join([script, *arguments])

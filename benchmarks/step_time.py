@@ -1,11 +1,12 @@
-"""Step time, compile time, memory and traffic of a small GPT on virtual CPU devices, beside native JAX.
+"""Step time, compile time, memory and traffic of a small GPT on virtual CPU devices, compared with native JAX.
 
     python benchmarks/step_time.py [--worlds 2 4 8] [--optimizers adamw lamb muon] [--rounds 20]
 
-All ways of one world and optimizer run in one process, step by step in turn, from the same parameters on the same
-batch. A way's time is the least of all rounds: other programs on the machine can only add to it. Virtual devices share
-the cores of this machine, so times say what computing, copies and calls cost, not what a network does.
-Writes `benchmarks/measured/step_time.json`; worlds and optimizers that are not named keep their rows.
+For one world and optimizer, all ways run in one process and take turns, step by step, with the same parameters and
+batch. The time of a way is the minimum of all rounds, because other programs on the machine can only increase it.
+Virtual devices share the cores of this machine, so the times include computation, copies and calls, but no network.
+
+Writes `benchmarks/measured/step_time.json`. Worlds and optimizers that are not named keep their rows.
 """
 
 import argparse
@@ -40,7 +41,7 @@ def model(how: models.How) -> models.Problem:
 
 
 def started(step: ways.Step, whole: optax.Params, tokens: jax.Array) -> list[jax.Array]:
-    """Arguments with the values that every way starts from."""
+    """The arguments of a step, with the same initial values for every way."""
     put = lambda x, like: jax.device_put(x, like.sharding)
     params = jax.tree.map(put, step.shard(whole), step.params)
     state = jax.tree.map(put, jax.jit(step.init)(params), step.state)

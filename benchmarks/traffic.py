@@ -1,11 +1,11 @@
-"""What each schedule sends per device and step, per axis: the formula beside a count from the compiled program.
+"""The bytes that each schedule sends per device, step and axis: the formula, and a count from the compiled program.
 
     python benchmarks/traffic.py
 
 Compiles one training step of a scan over layers on 8 CPU devices for each schedule (data parallel, ZeRO-1, 2 and 3,
 MiCS with groups of 4, and with groups of 2 x 2 that gather in hops or with hpZ, with one and two micro-steps) and
-reads its collectives. Rows whose count is more than 1 % off the formula are marked, and the exit status is 1. Nothing
-is executed.
+reads its collectives. If a count is off by more than 1 %, its row is marked and the exit status is 1. Nothing is
+executed.
 """
 
 import os
@@ -28,7 +28,7 @@ from jax.sharding import PartitionSpec as P
 import jaxzero
 
 LAYERS, WIDTH, HIDDEN = 4, 128, 512
-#: Parameters in bytes: all in stacked layers, large enough that stage 3 keeps none of them.
+#: Bytes of the parameters: all in stacked layers, large enough that stage 3 does not persist them.
 M = LAYERS * 2 * WIDTH * HIDDEN * 4
 N, K = 8, 2
 #: Micro-steps of the schedules that accumulate.
@@ -46,12 +46,12 @@ class Schedule(NamedTuple):
     """One way to train.
 
     Attributes:
-      name: What it is called.
-      mesh: Sizes and names.
-      options: Those of `Zero`; `None`: no jaxzero, plain data parallelism.
-      links: The mesh axes that each axis of a formula stands for.
-      formula: What it promises to send.
-      steps: Micro-steps.
+      name: The name.
+      mesh: Sizes and names of the mesh axes.
+      options: The options of `Zero`; `None`: plain data parallelism without jaxzero.
+      links: Axis of a formula -> its mesh axes.
+      formula: The expected bytes.
+      steps: The number of micro-steps.
     """
 
     name: str
@@ -63,7 +63,7 @@ class Schedule(NamedTuple):
 
 
 def schedules() -> list[Schedule]:
-    """All schedules that this jaxzero has."""
+    """All schedules."""
     everywhere = {"all": ("data",)}
     group = dict(shard_axis="shard", replica_axis="replica")
     nodes = dict(shard_axis=("node", "local"), replica_axis="replica")
@@ -155,7 +155,7 @@ def _replicated(mesh: Mesh) -> Callable[..., Any]:
 
 
 class Row(NamedTuple):
-    """One line: what a schedule sends over one axis in one kind of collective."""
+    """One line: the bytes that a schedule sends over one axis in one kind of collective."""
 
     schedule: str
     axis: str
@@ -171,7 +171,7 @@ class Row(NamedTuple):
 
 
 def rows(schedule: Schedule) -> list[Row]:
-    """The schedule's promises beside the counts; what nobody promised is a row of its own."""
+    """The formulas of the schedule with the counts; a collective without a formula is a separate row."""
     found: dict[tuple[tuple[str, ...], str], float] = {}
     for x in counted(schedule):
         key = (x.axes or (), x.kind)

@@ -1,4 +1,4 @@
-"""One training step, written in every way that is compared: native JAX as users write it today, and jaxzero."""
+"""One training step, written in every way that is compared: native JAX as users write it, and jaxzero."""
 
 import pathlib
 import sys
@@ -25,7 +25,7 @@ class Way(NamedTuple):
       split: What native JAX splits, or the stage.
       remat: Whether `jax.checkpoint` is around each layer.
       stacked: Whether layers are stacked and scanned.
-      reduce_dtype: In which dtype jaxzero sums gradients.
+      reduce_dtype: The dtype in which jaxzero sums gradients.
     """
 
     split: str | int
@@ -48,7 +48,7 @@ WAYS = {
     "stage 3 + remat + scan": Way(3, True, True),
     "stage 3 + remat + scan, sums in bfloat16": Way(3, True, True, jnp.bfloat16),
 }
-#: What each of ours is compared with: the native way that splits the same.
+#: For each way of jaxzero, the native way that splits the same arrays.
 BESIDE = {
     "stage 1": "sharded state",
     "stage 2": "sharded state",
@@ -66,7 +66,7 @@ class Step(NamedTuple):
 
     Attributes:
       run: `run(params, state, tokens)` -> new parameters, new state, loss.
-      shard: Whole parameters -> as this way keeps them.
+      shard: Whole parameters -> the parameters as this way stores them.
       init: Parameters -> state.
       params: The parameters.
       state: The state.
@@ -91,7 +91,7 @@ def step(way: str, mesh: Mesh, model: MakeModel, inner: optax.GradientTransforma
     Args:
       way: A key of `WAYS`.
       mesh: One axis, `data`.
-      model: From how it is written to abstract parameters, loss and batch.
+      model: A function of `models.How` that returns abstract parameters, loss and batch.
       inner: The optimizer.
 
     Returns:
@@ -123,7 +123,7 @@ def drawn(params: Any, seed: int = 0) -> Any:
 
 
 def _native(kind: str, mesh: Mesh, loss: Any, params: Any, inner: Any, tokens: Any) -> Step:
-    """`jit` with shardings: arrays are cut along their first dimension that divides, a layer axis never."""
+    """`jit` with shardings: arrays are cut along their first dimension that divides, never along the layer axis."""
     whole = NamedSharding(mesh, P())
 
     def divided(path: Any, x: Any) -> NamedSharding:
@@ -155,15 +155,15 @@ def _ours(zero: jaxzero.Zero, loss: Any, params: Any, inner: Any, tokens: Any) -
     if zero.stage == 3:
         zero = zero.observe(loss, params, tokens)
     tx = zero.optimizer(inner)
-    rest = jax.eval_shape(zero.shard, params)
-    specs = zero.specs(rest) if zero.stage == 3 else jax.tree.map(lambda _: P(), rest)
-    rest = _placed(rest, jax.tree.map(lambda s: NamedSharding(mesh, s), specs))
+    stored = jax.eval_shape(zero.shard, params)
+    specs = zero.specs(stored) if zero.stage == 3 else jax.tree.map(lambda _: P(), stored)
+    stored = _placed(stored, jax.tree.map(lambda s: NamedSharding(mesh, s), specs))
 
     def run(params: Any, state: Any, tokens: Any) -> Any:
         value, grads = zero.value_and_grad(loss)(params, tokens)
         return *zero.apply(tx, grads, state, params), value
 
-    return Step(run, zero.shard, tx.init, rest, tx.init(rest), tokens)
+    return Step(run, zero.shard, tx.init, stored, tx.init(stored), tokens)
 
 
 def _placed(tree: Any, shardings: Any) -> Any:
