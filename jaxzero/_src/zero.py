@@ -244,7 +244,7 @@ class Zero(Options):
           Array([0.5, 0.5, 0.5], dtype=float32)
         """
         checks.wrapped(tx, wrapper.ShardedOptimizer)
-        return tx.calls.update("apply", grads, opt_state, params, extra)
+        return tx.calls.apply(grads, opt_state, params, extra)
 
     # --- functions of the parameters ---
 

@@ -119,7 +119,7 @@ def test_several_regions_give_the_numbers_of_one(mesh8, monkeypatch, name):
     one, regions = train()
     assert regions == 1
     monkeypatch.setattr(split_program, "ONE_REGION", 30)
-    monkeypatch.setattr(split_program, "PART", 20)
+    monkeypatch.setattr(split_program, "ARRAYS", 20)
     several, regions = train()
     assert (regions > 3) == cuts
     helpers.close(several, one, 1e-6)
@@ -129,14 +129,14 @@ def test_several_regions_give_the_numbers_of_one(mesh8, monkeypatch, name):
 
 def test_parts_give_every_result_once(monkeypatch):
     monkeypatch.setattr(split_program, "ONE_REGION", 6)
-    monkeypatch.setattr(split_program, "PART", 6)
+    monkeypatch.setattr(split_program, "ARRAYS", 6)
 
     def f(count, a, b, c):
         rate = 1.0 / count
         return count + 1, a * rate, b + a, c * rate, rate
 
     jaxpr = jax.make_jaxpr(f)(1.0, *[np.ones(3, np.float32)] * 3).jaxpr
-    found = split_program.parts(jaxpr, [False, True, True, True])
+    found = split_program.independent_parts(jaxpr, [False, True, True, True])
     assert sorted(i for part in found for i in part.outputs) == list(range(5))
     assert len(found) > 1
     joined = next(part for part in found if 1 in part.outputs)
@@ -148,7 +148,7 @@ def test_parts_give_every_result_once(monkeypatch):
 
 def test_scalars_made_of_all_leaves_come_first(monkeypatch):
     monkeypatch.setattr(split_program, "ONE_REGION", 2)
-    monkeypatch.setattr(split_program, "PART", 2)
+    monkeypatch.setattr(split_program, "ARRAYS", 2)
     leaves = [np.ones(3, np.float32)] * 4
 
     def clipped(*leaves):
@@ -156,31 +156,31 @@ def test_scalars_made_of_all_leaves_come_first(monkeypatch):
         return [x / norm for x in leaves]
 
     jaxpr = jax.make_jaxpr(clipped)(*leaves).jaxpr
-    first, rest = split_program.scalars(jaxpr, [True] * 4)
+    first, rest = split_program.cut_at_scalars(jaxpr, [True] * 4)
     assert first.inputs == [0, 1, 2, 3]
     (norm,) = first.jaxpr.outvars
     assert rest.invars == [*jaxpr.invars, norm]
     assert {eqn.primitive.name for eqn in rest.eqns} == {"div"}
-    assert len(split_program.parts(rest, [True] * 4 + [False])) > 1
+    assert len(split_program.independent_parts(rest, [True] * 4 + [False])) > 1
 
     def narrow(*leaves):
         norm = optax.tree.norm(leaves)
         return [x / norm.astype(jnp.bfloat16) for x in leaves]  # a cast for each leaf
 
-    first, rest = split_program.scalars(jax.make_jaxpr(narrow)(*leaves * 3).jaxpr, [True] * 12)
+    first, rest = split_program.cut_at_scalars(jax.make_jaxpr(narrow)(*leaves * 3).jaxpr, [True] * 12)
     assert len(first.outputs) == 1
-    assert len(split_program.parts(rest, [True] * 12 + [False])) > 1
+    assert len(split_program.independent_parts(rest, [True] * 12 + [False])) > 1
 
     own = jax.make_jaxpr(lambda *leaves: [x / (x * x).sum() for x in leaves])(*leaves * 3).jaxpr
-    assert split_program.scalars(own, [True] * 12) is None  # one for each leaf: too many
+    assert split_program.cut_at_scalars(own, [True] * 12) is None  # one for each leaf: too many
     mixed = jax.make_jaxpr(lambda *leaves: [x / jnp.cumsum(leaves[0]).sum() for x in leaves])(*leaves).jaxpr
-    assert split_program.scalars(mixed, [True] * 4) is None  # takes more than sums
+    assert split_program.cut_at_scalars(mixed, [True] * 4) is None  # takes more than sums
 
 
 def test_one_part_where_leaves_meet(monkeypatch):
     monkeypatch.setattr(split_program, "ONE_REGION", 2)
-    monkeypatch.setattr(split_program, "PART", 2)
+    monkeypatch.setattr(split_program, "ARRAYS", 2)
     jaxpr = jax.make_jaxpr(lambda a, b: (a + b, a - b))(*[np.ones(3, np.float32)] * 2).jaxpr
-    assert len(split_program.parts(jaxpr, [True, True])) == 1
+    assert len(split_program.independent_parts(jaxpr, [True, True])) == 1
     summed = jax.make_jaxpr(lambda a, b: (a * a.sum(), b))(*[np.ones(3, np.float32)] * 2).jaxpr
-    assert len(split_program.parts(summed, [True, True])) == 1
+    assert len(split_program.independent_parts(summed, [True, True])) == 1

@@ -166,18 +166,18 @@ def test_jz_086_the_memory_holds_across_a_checkpoint(tmp_path, stage):
 
 
 def cut(inner, bucket_bytes):
-    """The stages of one update of a tree of four leaves, of 64 bytes of state each."""
+    """The segments of one update of a tree of four leaves, of 64 bytes of state each."""
     zero = jaxzero.Zero(helpers.make_mesh(8), offload=("state",), bucket_bytes=bucket_bytes)
     params = {k: jnp.ones((16, 4)) for k in "abcd"}
     calls = zero.optimizer(inner).calls
     state = calls.init(params)
-    calls.update("apply", params, state, params, {})
-    (body,) = [x for x in calls._kept.values() if type(x).__name__ == "Update"]
+    calls.apply(params, state, params, {})
+    (body,) = [x.step for x in calls._cached.values() if type(x.step).__name__ == "Update"]
     program = body.traced.program.jaxpr
     held = range(body.traced.grads, body.traced.grads + len(body.traced.state))
     held = [i for i in held if program.invars[i].aval.shape]
     program, _ = optimizer_offload.flat(program, body.traced.program.consts)
-    return optimizer_offload.stages(program, held, body._buckets())
+    return optimizer_offload.segments(program, held, body._leaf_groups())
 
 
 def test_one_leaf_at_a_time():
@@ -198,7 +198,7 @@ def test_what_depends_on_everything_comes_last():
     assert max(len(part.loads) for part in everything) == 8  # one `cond` takes all of it
 
 
-def test_stages_are_the_program():
+def test_segments_are_the_program():
     """Evaluated part by part, a program with literals, unused inputs and passed-through ones gives its results."""
 
     def f(a, b, c, d):
@@ -211,8 +211,8 @@ def test_stages_are_the_program():
     ctx = partition_values.Context(Axes(("data",), (), (1,)), None, None)
     store = lambda positions, values: ctx.convert_all(values, [None] * len(values))
     for order in ([0, 1, 2, 3, 4], [2, 0, 4, 3, 1]):
-        buckets = [optimizer_offload.Bucket([0], order[:2]), optimizer_offload.Bucket([1], order[2:])]
-        out = optimizer_offload.evaluate(ctx, program, [], held, buckets, store)
+        groups = [optimizer_offload.LeafGroup([0], order[:2]), optimizer_offload.LeafGroup([1], order[2:])]
+        out = optimizer_offload.evaluate_by_group(ctx, program, [], held, groups, store)
         for i, want in enumerate(f(*args)):
             np.testing.assert_allclose(out[i], want, rtol=1e-6)
 

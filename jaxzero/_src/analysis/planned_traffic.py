@@ -125,7 +125,7 @@ def trace(
     grad_fn = call.wrap(CALL, options, loss.whole_argnums, True, run, how.accumulate)
     backward, (_, grads) = jax.make_jaxpr(grad_fn, return_shape=True)(resting, *loss.batch)
     tx: Any = wrapper.wrap(options, optax.sgd(0.0) if inner is None else inner, False)
-    apply = lambda g, s, p: tx.calls.update("apply", g, s, p, {})
+    apply = lambda g, s, p: tx.calls.apply(g, s, p, {})
     update = jax.make_jaxpr(apply)(grads, tx.init(resting), resting)
     sizes = dict(options.mesh.shape)
     traffic = jaxpr_collectives.total("gradient", backward.jaxpr, sizes) + jaxpr_collectives.total(

@@ -3,21 +3,26 @@
 from collections.abc import Sequence
 from typing import Any
 
+import jax
+from jax.extend.core import JaxprEqn
+
+from .._types import ArrayLike
 from ..sharding.vma import match
 from .compat import bind_params
+from .primitives import SHARDING_CONSTRAINT
 
 _SHARDINGS = {"sharding", "out_sharding"}
 
 
-def bind(eqn: Any, ins: Sequence[Any], **changes: Any) -> list[Any]:
-    """Runs the equation's primitive on arrays, with some of its parameters changed.
+def bind(eqn: JaxprEqn, ins: Sequence[ArrayLike], **changes: Any) -> list[jax.Array]:
+    """The results of an equation's primitive on arrays, with some of its parameters changed.
 
-    A primitive bound by hand gets no casts from JAX, so all operands are typed alike first. A sharding
-    among its parameters speaks of the mesh outside (the function closed over placed arrays): dropped. Not so
-    what a loss asks for by `with_sharding_constraint`, over axes that are the compiler's.
+    JAX inserts no casts where a primitive is bound by hand, so all operands are typed alike first. A sharding among
+    the parameters is one over the mesh outside (the function closed over placed arrays), so it is dropped; not so the
+    one of `with_sharding_constraint`, which a loss asks for over axes that are the compiler's.
     """
     functions, params = bind_params(eqn)
-    if eqn.primitive.name != "sharding_constraint":
+    if eqn.primitive.name != SHARDING_CONSTRAINT:
         params = {k: None if k in _SHARDINGS else v for k, v in params.items()}
     out = eqn.primitive.bind(*functions, *match(ins), **{**params, **changes})
     return list(out) if eqn.primitive.multiple_results else [out]

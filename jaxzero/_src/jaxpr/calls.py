@@ -1,41 +1,43 @@
-"""Equations that hold inner programs."""
+"""Equations that hold inner programs: which program it is, and which operands go where."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
+from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params
+from numpy.typing import DTypeLike
 
-#: Equations that only call an inner program, and the parameter that holds it. The program of a gradient
-#: has the custom rules resolved already; what is left of them is the function itself.
-CALLS = {
-    "jit": "jaxpr",
-    "pjit": "jaxpr",
-    "closed_call": "call_jaxpr",
-    "core_call": "call_jaxpr",
-    "custom_jvp_call": "call_jaxpr",
-    "custom_vjp_call": "call_jaxpr",
-    "remat2": "jaxpr",
-    "checkpoint": "jaxpr",
-}
+from .compat import open_program
+from .primitives import CALLS as CALLS
+
+T = TypeVar("T")
 
 
-_REMAT = {"remat2", "checkpoint"}
+def called_program(eqn: JaxprEqn) -> tuple[Jaxpr, list[Any]] | None:
+    """The program that an equation only calls, as (jaxpr, constants); `None` if the equation does more."""
+    key = CALLS.get(eqn.primitive.name)
+    return None if key is None else open_program(eqn.params[key])
 
 
-def inner_programs(eqn: Any) -> list[Any]:
-    """The inner programs of an equation, open."""
-    out = []
-    for value in eqn.params.values():
-        for x in value if isinstance(value, (tuple, list)) else (value,):
-            if hasattr(x, "eqns"):
-                out.append(x)
-            elif hasattr(x, "jaxpr") and hasattr(x.jaxpr, "eqns"):
-                out.append(x.jaxpr)
-    return out
+def inner_programs(eqn: JaxprEqn) -> list[Jaxpr]:
+    """All inner programs of an equation, open."""
+    return list(jaxprs_in_params(eqn.params))
 
 
-def nbytes(shape: Sequence[int], dtype: Any) -> int:
+def while_parts(eqn: JaxprEqn, operands: Sequence[T]) -> tuple[list[T], list[T], list[T]]:
+    """The operands of a `while` equation as (constants of the test, constants of the body, carry)."""
+    first = eqn.params["cond_nconsts"]
+    second = first + eqn.params["body_nconsts"]
+    return list(operands[:first]), list(operands[first:second]), list(operands[second:])
+
+
+def scan_options(eqn: JaxprEqn) -> dict[str, Any]:
+    """The keyword arguments of `jax.lax.scan` that make a `scan` equation again."""
+    return {key: eqn.params[key] for key in ("length", "reverse", "unroll")}
+
+
+def nbytes(shape: Sequence[int], dtype: DTypeLike) -> int:
     """Bytes of an array, of keys too."""
     stored: Any = jax.dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True)
     return int(np.prod(shape, dtype=object)) * stored.itemsize

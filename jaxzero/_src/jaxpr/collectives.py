@@ -1,29 +1,32 @@
-"""What a traced program sends: its collectives, read equation by equation, per mesh axis.
+"""The collectives of a traced program, read equation by equation: bytes sent, by mesh axes and kind.
 
 Bytes are those that each device sends when a ring carries the collective: `(g-1)/g` of the full operand of a
 gather or reduce-scatter over `g` devices, twice that for an all-reduce. An equation in a `scan` counts once per
-turn; in a `while_loop`, whose turns nobody knows, once; each branch of a `cond` as if it were taken.
+iteration; in a `while_loop`, whose number of iterations is not known, once; each branch of a `cond` as if taken.
 """
 
 import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
 
-from ..sharding.axes import names
+from jax.extend.core import JaxprEqn, Literal, Var
+
+from . import primitives as p
 from .calls import inner_programs, nbytes
+from .compat import aval
+from .trace import AnyJaxpr
 
-GATHER, SCATTER, REDUCE = "all-gather", "reduce-scatter", "all-reduce"
+GATHER, SCATTER, REDUCE, PERMUTE = "all-gather", "reduce-scatter", "all-reduce", "collective-permute"
 _KINDS = {
-    "all_gather": GATHER,
-    "all_gather_invariant": GATHER,
-    "reduce_scatter": SCATTER,
-    "psum": REDUCE,
-    "psum_invariant": REDUCE,
-    "pmax": REDUCE,
-    "pmin": REDUCE,
-    "all_to_all": "all-to-all",
-    "ppermute": "collective-permute",
+    p.ALL_GATHER: GATHER,
+    p.ALL_GATHER_INVARIANT: GATHER,
+    p.REDUCE_SCATTER: SCATTER,
+    p.PSUM: REDUCE,
+    p.PSUM_INVARIANT: REDUCE,
+    p.PMAX: REDUCE,
+    p.PMIN: REDUCE,
+    p.ALL_TO_ALL: "all-to-all",
+    p.PPERMUTE: PERMUTE,
 }
 
 
@@ -46,7 +49,7 @@ class Sent:
     calls: int
 
 
-def total(phase: str, jaxpr: Any, sizes: Mapping[str, int]) -> tuple[Sent, ...]:
+def total(phase: str, jaxpr: AnyJaxpr, sizes: Mapping[str, int]) -> tuple[Sent, ...]:
     """The collectives of an open program, joined by axes and kind.
 
     Args:
@@ -70,26 +73,28 @@ def total(phase: str, jaxpr: Any, sizes: Mapping[str, int]) -> tuple[Sent, ...]:
     return tuple(Sent(phase, *key, round(size), calls) for key, (size, calls) in found.items())
 
 
-def _collectives(jaxpr: Any, sizes: Mapping[str, int], times: int) -> Iterator[tuple[tuple[str, ...], str, float, int]]:
+def _collectives(
+    jaxpr: AnyJaxpr, sizes: Mapping[str, int], times: int
+) -> Iterator[tuple[tuple[str, ...], str, float, int]]:
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
         if name in _KINDS:
-            over = set(names(eqn.params.get("axes", eqn.params.get("axis_name"))))
+            over = set(p.collective_axes(eqn))
             axes = tuple(a for a in sizes if a in over and sizes[a] > 1)
             if axes:
                 yield axes, _KINDS[name], _sent(_KINDS[name], eqn, math.prod(sizes[a] for a in axes)), times
             continue
-        trip_count = times * eqn.params["length"] if name == "scan" else times
+        trip_count = times * eqn.params["length"] if name == p.SCAN else times
         for inner in inner_programs(eqn):
             yield from _collectives(inner, sizes, trip_count)
 
 
-def _sent(kind: str, eqn: Any, devices: int) -> float:
+def _sent(kind: str, eqn: JaxprEqn, devices: int) -> float:
     full = _bytes(eqn.outvars if kind == GATHER else eqn.invars)
-    if kind == "collective-permute":
+    if kind == PERMUTE:
         return full
     return full * (devices - 1) / devices * (2 if kind == REDUCE else 1)
 
 
-def _bytes(values: Iterable[Any]) -> int:
-    return sum(nbytes(v.aval.shape, v.aval.dtype) for v in values)
+def _bytes(atoms: Iterable[Var | Literal]) -> int:
+    return sum(nbytes(aval(v).shape, aval(v).dtype) for v in atoms)

@@ -1,23 +1,27 @@
-"""What differs between the supported JAX versions (0.10.2 and 0.12), in one place."""
+"""What differs between the supported JAX versions (0.10.2 and 0.12), and all that is private, in one place."""
 
 import threading
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
-from jax._src import xla_bridge
+import jax
+import numpy as np
+from jax.extend.core import Jaxpr, JaxprEqn, Var
 from jax.extend.core import Literal as Literal
 
+T = TypeVar("T")
 
-def bind_params(eqn: Any) -> tuple[list[Any], dict[str, Any]]:
+
+def bind_params(eqn: JaxprEqn) -> tuple[list[Any], dict[str, Any]]:
     """An equation's parameters as `bind` takes them.
 
-    Older versions return a pair (functions, parameters), newer ones the parameters alone.
+    Before 0.10 a pair (functions, parameters), since then the parameters alone.
     """
-    params = eqn.primitive.get_bind_params(eqn.params)
+    params: Any = eqn.primitive.get_bind_params(eqn.params)
     return params if isinstance(params, tuple) else ([], params)
 
 
-def open_program(program: Any) -> tuple[Any, list[Any]]:
+def open_program(program: Any) -> tuple[Jaxpr, list[Any]]:
     """An inner program as (jaxpr, constants).
 
     In 0.10 a closed and an open program are two classes, in 0.12 one; only the closed kind has
@@ -27,7 +31,7 @@ def open_program(program: Any) -> tuple[Any, list[Any]]:
     return (program.jaxpr if hasattr(program, "jaxpr") else program), consts
 
 
-def scan_parts(eqn: Any, operands: list[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+def scan_parts(eqn: JaxprEqn, operands: Sequence[T]) -> tuple[list[T], list[T], list[T]]:
     """The operands of a `scan` equation as (constants, carry, scanned).
 
     0.10 keeps two counts; 0.12 keeps the structure of the three groups instead.
@@ -38,11 +42,23 @@ def scan_parts(eqn: Any, operands: list[Any]) -> tuple[list[Any], list[Any], lis
     else:
         groups = params["ft_in"].unpack()
         consts, carry = len(groups[0]), len(groups[1])
-    return operands[:consts], operands[consts : consts + carry], operands[consts + carry :]
+    return list(operands[:consts]), list(operands[consts : consts + carry]), list(operands[consts + carry :])
+
+
+def aval(atom: Var | Literal) -> jax.core.ShapedArray:
+    """The abstract array of a variable or literal; JAX types it as any abstract value."""
+    return atom.aval  # type: ignore[return-value]
+
+
+def literal_value(atom: Literal) -> np.ndarray[Any, Any]:
+    """The constant that a literal of a program stands for, in the program's dtype."""
+    return np.asarray(atom.val, aval(atom).dtype)
 
 
 def backends_started() -> bool:
     """Whether this process has used a device; asking in any public way would start them (0.10 and 0.12)."""
+    from jax._src import xla_bridge  # private, so imported by the one call that needs it
+
     return bool(xla_bridge.backends_are_initialized())
 
 

@@ -1,30 +1,32 @@
-"""A traced program as one list of steps: inner programs that are only calls are written out in place.
+"""A traced program as one list of steps: the programs of calls are written out in place.
 
-In the list the order of all uses of a parameter is known, so that a gather and what it waits for can be
-placed anywhere. `scan` keeps its body; `cond`, `while` and everything else stay single steps.
+The list shows the order of all uses of a parameter, so that a gather, and what it waits for, can be placed
+anywhere. `scan` keeps its body; `cond`, `while` and everything else stay single steps.
 """
 
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
+import jax
+from jax.extend.core import JaxprEqn
+from jax.extend.core import Var as JaxprVar
 
-from .calls import _REMAT, CALLS, inner_programs
-from .compat import Literal, open_program
-
-#: The cast of a value that is equal on all devices to one that may differ; it computes nothing.
-_CAST = "pvary"
+from .calls import called_program, inner_programs
+from .compat import Literal, aval, literal_value
+from .needed import needed
+from .primitives import REMAT, VARYING_CAST
+from .trace import AnyJaxpr
 
 
 class Var:
     """One value of a flat program."""
 
-    def __init__(self, aval: Any) -> None:
+    def __init__(self, aval: jax.core.ShapedArray | jax.ShapeDtypeStruct) -> None:
         self.aval = aval
 
     def __repr__(self) -> str:
-        return f"%{id(self) % 10**6}:{self.aval.str_short()}"
+        return f"%{id(self) % 10**6}:{self.aval.dtype}{list(self.aval.shape)}"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -48,7 +50,7 @@ class Step:
       region: The number of the innermost `jax.checkpoint` around it, or `None`.
     """
 
-    eqn: Any
+    eqn: Any  # of most steps a `JaxprEqn`
     ins: list[Atom]
     outs: list[Var]
     region: int | None
@@ -68,8 +70,8 @@ class Flat:
     outs: list[Atom]
 
 
-def flatten(jaxpr: Any, consts: Sequence[Any] | None = None) -> Flat:
-    """The steps of a program, without those that nothing needs.
+def flatten(jaxpr: AnyJaxpr, consts: Sequence[Any] | None = None) -> Flat:
+    """The steps of a program that its results need.
 
     Args:
       jaxpr: An open program.
@@ -78,10 +80,10 @@ def flatten(jaxpr: Any, consts: Sequence[Any] | None = None) -> Flat:
     Returns:
       The flat program.
     """
-    env: dict[Any, Atom] = {}
-    inputs = [Var(v.aval) for v in jaxpr.invars]
+    env: dict[JaxprVar, Atom] = {}
+    inputs = [Var(aval(v)) for v in jaxpr.invars]
     if consts is None:
-        before = [Var(v.aval) for v in jaxpr.constvars]
+        before = [Var(aval(v)) for v in jaxpr.constvars]
         env.update(zip(jaxpr.constvars, before, strict=True))
         inputs = before + inputs
     else:
@@ -93,11 +95,8 @@ def flatten(jaxpr: Any, consts: Sequence[Any] | None = None) -> Flat:
     return _needed(flat)
 
 
-def _read(env: dict[Any, Atom], atom: Any) -> Atom:
-    if isinstance(atom, Literal):
-        aval = atom.aval
-        return Known(np.asarray(atom.val, aval.dtype))  # type: ignore[attr-defined]
-    return env[atom]
+def _read(env: dict[JaxprVar, Atom], atom: JaxprVar | Literal) -> Atom:
+    return Known(literal_value(atom)) if isinstance(atom, Literal) else env[atom]
 
 
 class _Writer:
@@ -105,29 +104,43 @@ class _Writer:
         self.steps: list[Step] = []
         self.regions = 0
 
-    def write(self, jaxpr: Any, env: dict[Any, Atom], region: int | None) -> None:
+    def write(self, jaxpr: AnyJaxpr, env: dict[JaxprVar, Atom], region: int | None) -> None:
         for eqn in jaxpr.eqns:
             ins = [_read(env, v) for v in eqn.invars]
-            name = eqn.primitive.name
-            if name == _CAST:  # where types are checked, every value is evaluated as varying
+            if eqn.primitive.name == VARYING_CAST:  # where types are checked, every value is evaluated as varying
                 env.update(zip(eqn.outvars, ins, strict=True))
                 continue
-            if name in CALLS:
-                inner, consts = open_program(eqn.params[CALLS[name]])
-                if name in _REMAT:
-                    self.regions += 1
-                    ins = self._barrier(eqn.params, ins, self.regions)
-                here: dict[Any, Atom] = dict(zip(inner.constvars, map(Known, consts), strict=True))
-                here.update(zip(inner.invars, ins, strict=True))
-                self.write(inner, here, self.regions if name in _REMAT else region)
-                env.update((v, _read(here, o)) for v, o in zip(eqn.outvars, inner.outvars, strict=True))
+            called = called_program(eqn)
+            if called is not None:
+                self._write_call(eqn, *called, ins, env, region)
                 continue
-            outs = [Var(v.aval) for v in eqn.outvars]
+            outs = [Var(aval(v)) for v in eqn.outvars]
             env.update(zip(eqn.outvars, outs, strict=True))
             self.steps.append(Step(eqn, ins, outs, region))
 
-    def _barrier(self, params: Any, ins: list[Atom], region: int) -> list[Atom]:
-        """What `jax.checkpoint` lowers to: its operands in one barrier, so that nothing is merged with the forward."""
+    def _write_call(
+        self,
+        eqn: JaxprEqn,
+        inner: AnyJaxpr,
+        consts: Sequence[Any],
+        ins: list[Atom],
+        env: dict[JaxprVar, Atom],
+        region: int | None,
+    ) -> None:
+        if eqn.primitive.name == REMAT:
+            self.regions += 1
+            region = self.regions
+            ins = self._barrier(eqn.params, ins, region)
+        here: dict[JaxprVar, Atom] = dict(zip(inner.constvars, map(Known, consts), strict=True))
+        here.update(zip(inner.invars, ins, strict=True))
+        self.write(inner, here, region)
+        env.update((v, _read(here, o)) for v, o in zip(eqn.outvars, inner.outvars, strict=True))
+
+    def _barrier(self, params: dict[str, Any], ins: list[Atom], region: int) -> list[Atom]:
+        """The operands of a `jax.checkpoint` behind one barrier, as JAX lowers it.
+
+        So the compiler merges nothing of the recomputation with the forward pass.
+        """
         prevent = params.get("prevent_cse", True)
         chosen = prevent if isinstance(prevent, tuple) else (prevent,) * len(ins)
         if not params.get("differentiated", True) or not any(chosen):
@@ -142,21 +155,32 @@ class _Writer:
 
 
 def _needed(flat: Flat) -> Flat:
-    """Without steps whose results nobody reads: a gather for them would not be removed by the compiler."""
-    wanted = {x for x in flat.outs if isinstance(x, Var)}
-    kept = []
-    for step in reversed(flat.steps):
+    """The program without steps whose results are not read: the compiler would not remove a gather for them.
+
+    Steps with effects stay. A barrier keeps those of its operands whose results are read.
+    """
+    variables = lambda atoms: [x for x in atoms if isinstance(x, Var)]
+    reads: dict[Var, list[Var]] = {}
+    for step in flat.steps:
         if step.eqn is None:
-            pairs = [(i, o) for i, o in zip(step.ins, step.outs, strict=True) if o in wanted]
+            reads.update((o, variables([i])) for i, o in zip(step.ins, step.outs, strict=True))
+        else:
+            reads.update(dict.fromkeys(step.outs, variables(step.ins)))
+    effects = [step for step in flat.steps if step.eqn is not None and step.eqn.effects]
+    results = [*variables(flat.outs), *(v for step in effects for v in variables(step.ins))]
+    found = needed(results, lambda v: reads.get(v, ()))
+    kept = []
+    for step in flat.steps:
+        if step.eqn is None:
+            pairs = [(i, o) for i, o in zip(step.ins, step.outs, strict=True) if o in found]
             step = Step(None, [i for i, _ in pairs], [o for _, o in pairs], step.region)
-        if wanted.intersection(step.outs) or (step.eqn is not None and step.eqn.effects):
-            wanted.update(x for x in step.ins if isinstance(x, Var))
+        if not found.isdisjoint(step.outs) or step in effects:
             kept.append(step)
-    return Flat(flat.inputs, kept[::-1], flat.outs)
+    return Flat(flat.inputs, kept, flat.outs)
 
 
-def inlined(jaxpr: Any, consts: Sequence[Any]) -> tuple[list[Any], list[Any], dict[Var, Any]]:
-    """A program whose inner calls are written out: a jitted function of a tree would tie all of its leaves together.
+def inlined(jaxpr: AnyJaxpr, consts: Sequence[Any]) -> tuple[list[JaxprEqn], list[Any], dict[Var, Any]]:
+    """A program whose calls are written out: a jitted function of a tree would make all leaves depend on each other.
 
     Args:
       jaxpr: An open program.
@@ -165,21 +189,22 @@ def inlined(jaxpr: Any, consts: Sequence[Any]) -> tuple[list[Any], list[Any], di
     Returns:
       Its equations and its results, over the program's own inputs and new variables; constants by variable.
     """
-    eqns: list[Any] = []
+    eqns: list[JaxprEqn] = []
     known: dict[Var, Any] = {}
 
-    def write(program: Any, constants: Sequence[Any], env: dict[Any, Any]) -> list[Any]:
-        held = [Var(v.aval) for v in program.constvars]
+    def write(program: AnyJaxpr, constants: Sequence[Any], env: dict[Any, Any]) -> list[Any]:
+        held = [Var(aval(v)) for v in program.constvars]
         known.update(zip(held, constants, strict=True))
         env.update(zip(program.constvars, held, strict=True))
         read = lambda atom: atom if isinstance(atom, Literal) else env[atom]
         for eqn in program.eqns:
-            ins, name = [read(v) for v in eqn.invars], eqn.primitive.name
-            if name in CALLS and name not in _REMAT:
-                inner, more = open_program(eqn.params[CALLS[name]])
-                outs = write(inner, more, dict(zip(inner.invars, ins, strict=True)))
+            ins: list[Any] = [read(v) for v in eqn.invars]
+            called = called_program(eqn)
+            if called is not None and eqn.primitive.name != REMAT:
+                inner, more = called
+                outs: list[Any] = write(inner, more, dict(zip(inner.invars, ins, strict=True)))
             else:
-                outs = [Var(v.aval) for v in eqn.outvars]
+                outs = [Var(aval(v)) for v in eqn.outvars]
                 eqns.append(eqn.replace(invars=ins, outvars=outs))
             env.update(zip(eqn.outvars, outs, strict=True))
         return [read(v) for v in program.outvars]
@@ -188,6 +213,7 @@ def inlined(jaxpr: Any, consts: Sequence[Any]) -> tuple[list[Any], list[Any], di
     return eqns, outs, known
 
 
-def speaks_of_axes(jaxpr: Any) -> bool:
-    """Whether a program traced inside a manual region tells values that vary from such that do not."""
-    return any(eqn.primitive.name == _CAST or any(map(speaks_of_axes, inner_programs(eqn))) for eqn in jaxpr.eqns)
+def speaks_of_axes(jaxpr: AnyJaxpr) -> bool:
+    """Whether a program, traced inside a manual region, casts values that are equal on all devices to varying ones."""
+    casts = lambda eqn: eqn.primitive.name == VARYING_CAST or any(map(speaks_of_axes, inner_programs(eqn)))
+    return any(map(casts, jaxpr.eqns))

@@ -1,14 +1,15 @@
-"""Tracing a function at full shapes, as if no mesh were there."""
+"""Tracing a function at full shapes, as if there were no mesh."""
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 from jax.sharding import AbstractMesh
 
+from .._types import PyTree
 from .compat import open_program
 
 
@@ -21,13 +22,16 @@ EMPTY_MESH = AbstractMesh((), ())
 
 
 @dataclasses.dataclass(frozen=True)
-class Jaxpr:
-    """What the evaluator reads of a program."""
+class JaxprPart:
+    """Some equations of a jaxpr, with their own inputs and results: what an evaluator reads of a `Jaxpr`."""
 
-    constvars: list[Any]
-    invars: list[Any]
-    outvars: list[Any]
-    eqns: list[Any]
+    constvars: list[Var]
+    invars: list[Var]
+    outvars: list[Var | Literal]
+    eqns: list[JaxprEqn]
+
+
+AnyJaxpr = Jaxpr | JaxprPart
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,15 +44,20 @@ class Program:
       out: The results, abstract, in the function's own structure.
     """
 
-    jaxpr: Any
-    consts: list[Any]
-    out: Any
+    jaxpr: AnyJaxpr
+    consts: list[jax.Array]
+    out: PyTree
 
 
-def trace(f: Callable[..., Any], *args: Any, axis_env: Any = (), mesh: Any = EMPTY_MESH) -> Program:
-    """Traces `f` at the shapes of `args`, as if no mesh were there but `mesh`; names in `axis_env` are bound.
+def trace(
+    f: Callable[..., PyTree],
+    *args: PyTree,
+    axis_env: Iterable[tuple[str, int]] = (),
+    mesh: AbstractMesh = EMPTY_MESH,
+) -> Program:
+    """Traces `f` at the shapes of `args`, as if there were no mesh but `mesh`; names in `axis_env` are bound.
 
-    Inside a manual region its mesh stays: what `f` closes over has types that speak of it.
+    Inside a manual region its mesh stays: the types of arrays that `f` closes over name its axes.
     """
     here = jax.sharding.get_abstract_mesh()
     with jax.sharding.use_abstract_mesh(here if here.manual_axes else mesh):

@@ -1,44 +1,50 @@
-"""Host offload: what is at rest in the host's memory, and its way to the device and back, bucket by bucket.
+"""Host offload: arrays that are stored in the host's memory, brought to the device and back segment by segment.
 
 XLA starts every copy from the host as early as it can: then all of the state is on the device at once, and
-nothing is saved. So a program is evaluated in stages, one for each bucket of leaves, and the copies of one stage
-wait, in a barrier, until the results of the last stage but one are back on the host.
+nothing is saved. So a program is evaluated in segments, one for each group of leaves, and the copies of one segment
+wait, in a barrier, until the results of the last segment but one are back on the host.
+
+For example SGD with momentum over two leaves of 1 GB each, `bucket_bytes` of 4 MB: a group for each leaf, of its
+parameter, its momentum (held on the host) and what becomes of both. Segment 0 fetches momentum 0, computes parameter 0
+and momentum 0 and stores them; segment 1 does the same for leaf 1; a third leaf would be fetched behind a barrier with
+what segment 0 stored. So at most `SEGMENTS_AHEAD` momenta are on the device at a time.
 """
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import numpy as np
+import jax
 from jax import lax
 
-from ..jaxpr.compat import Literal
+from ..jaxpr.compat import Literal, literal_value
 from ..jaxpr.flat import inlined
-from ..jaxpr.trace import Jaxpr
-from ..partition import evaluate as partition_evaluate
-from ..partition.values import Context
+from ..jaxpr.needed import needed, variables
+from ..jaxpr.trace import AnyJaxpr, JaxprPart
+from ..partition.evaluate import evaluate
+from ..partition.values import Context, Value
 from ..sharding.host import on_host, to_device
 
-#: How many stages may be on the device at once: one computes while the next is fetched.
-STAGES = 2
+#: How many segments may be on the device at once: one computes while the next is fetched.
+SEGMENTS_AHEAD = 2
 
 
 @dataclasses.dataclass(frozen=True)
 class Held:
-    """An input of a program that stays where it is until a stage needs it.
+    """An input of a program that stays on the host until a segment needs it.
 
     Attributes:
       array: The array, on the host.
       load: From the array, on the device, to the value that the program takes.
     """
 
-    array: Any
-    load: Callable[[Any], Any]
+    array: jax.Array
+    load: Callable[[jax.Array], Value]
 
 
 @dataclasses.dataclass(frozen=True)
-class Bucket:
-    """Leaves that travel together.
+class LeafGroup:
+    """Leaves that are fetched and stored together.
 
     Attributes:
       inputs: Positions of their arrays among the program's inputs, held or not.
@@ -50,27 +56,27 @@ class Bucket:
 
 
 @dataclasses.dataclass(frozen=True)
-class Stage:
-    """A part of a program.
+class Segment:
+    """The equations of a program that are evaluated for one group.
 
     Attributes:
-      jaxpr: Its equations; its inputs and results are variables of the whole program.
+      jaxpr: The equations; their inputs and results are variables of the whole program.
       loads: Held inputs that are first needed here.
-      results: Positions of the program's results that are known after it.
+      results: Positions of the program's results that are computed here.
     """
 
-    jaxpr: Jaxpr
+    jaxpr: JaxprPart
     loads: list[int]
     results: list[int]
 
 
-def join(groups: Iterable[tuple[Bucket, int]], bucket_bytes: int | None) -> list[Bucket]:
-    """Small groups, each with its bytes, joined in order to buckets; large ones alone."""
-    out: list[Bucket] = []
+def join(groups: Iterable[tuple[LeafGroup, int]], bucket_bytes: int | None) -> list[LeafGroup]:
+    """Small groups, each given with its bytes, joined in order up to `bucket_bytes`; large ones alone."""
+    out: list[LeafGroup] = []
     size = 0
     for group, nbytes in groups:
         if out and bucket_bytes is not None and size + nbytes <= bucket_bytes:
-            out[-1] = Bucket(out[-1].inputs + group.inputs, out[-1].results + group.results)
+            out[-1] = LeafGroup(out[-1].inputs + group.inputs, out[-1].results + group.results)
             size += nbytes
         else:
             out.append(group)
@@ -78,104 +84,127 @@ def join(groups: Iterable[tuple[Bucket, int]], bucket_bytes: int | None) -> list
     return out
 
 
-def stages(jaxpr: Any, held: Sequence[int], buckets: Sequence[Bucket]) -> list[Stage]:
-    """Cuts a program: after each bucket's stage stand the results that need no later bucket's inputs.
+def segments(jaxpr: AnyJaxpr, held: Sequence[int], groups: Sequence[LeafGroup]) -> list[Segment]:
+    """Cuts a program: the segment of a group computes the results that need no held input of a later group.
 
-    Its calls must be written out (`flat`). What depends on all buckets, such as a norm of all updates, comes last.
+    Its calls must be written out (`flat`). What depends on all groups, such as a norm of all updates, comes last.
     """
     needs = _needs(jaxpr, held)
     bit = {position: 1 << i for i, position in enumerate(held)}
-    maker = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
-    readers: dict[Any, list[int]] = {}
-    for i, eqn in enumerate(jaxpr.eqns):
-        for v in _variables(eqn.invars):
-            readers.setdefault(v, []).append(i)
-    positions = {v: i for i, v in enumerate(jaxpr.invars)}
-    made: set[int] = set()
-    loaded: set[int] = set()
-    waiting, known, out = [], 0, []
-    kept = set(_variables(jaxpr.outvars))
-    for bucket in buckets:
-        known |= sum(bit.get(i, 0) for i in bucket.inputs)
-        waiting += bucket.results
+    cutter = _Cutter(jaxpr, set(held))
+    waiting: list[int] = []
+    known = 0
+    out = []
+    for group in groups:
+        known |= sum(bit.get(i, 0) for i in group.inputs)
+        waiting += group.results
         ready = [r for r in waiting if not _mask(needs, jaxpr.outvars[r]) & ~known]
         waiting = [r for r in waiting if r not in set(ready)]
-        eqns = _ancestors(jaxpr, maker, [jaxpr.outvars[r] for r in ready], made)
-        made.update(eqns)
-        here = {v for i in eqns for v in jaxpr.eqns[i].outvars}
-        read = {v: None for i in eqns for v in _variables(jaxpr.eqns[i].invars)}
-        read |= {v: None for r in ready for v in _variables([jaxpr.outvars[r]])}
-        invars = [v for v in read if v not in here]
-        outvars = [v for v in here if v in kept or any(i not in made for i in readers.get(v, ()))]
-        loads = [positions[v] for v in invars if positions.get(v) in bit and positions[v] not in loaded]
-        loaded.update(loads)
-        out.append(Stage(Jaxpr([], invars, outvars, [jaxpr.eqns[i] for i in eqns]), loads, ready))
-    assert not waiting, "a result in no bucket"
+        out.append(cutter.segment(ready))
+    assert not waiting, "a result in no group"
     return out
 
 
-def evaluate(
+class _Cutter:
+    """Takes the equations of a program, segment by segment; each is in the first segment that needs it."""
+
+    def __init__(self, jaxpr: AnyJaxpr, held: set[int]) -> None:
+        self.jaxpr, self.held = jaxpr, held
+        self.positions: dict[Any, int] = {v: i for i, v in enumerate(jaxpr.invars)}
+        self.maker = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
+        self.readers: dict[Any, list[int]] = {}
+        for i, eqn in enumerate(jaxpr.eqns):
+            for v in variables(eqn.invars):
+                self.readers.setdefault(v, []).append(i)
+        self.results = set(variables(jaxpr.outvars))
+        self.made: set[int] = set()
+        self.loaded: set[int] = set()
+
+    def segment(self, results: list[int]) -> Segment:
+        """The segment that computes these results."""
+        jaxpr = self.jaxpr
+        outs = variables(jaxpr.outvars[r] for r in results)
+        numbers = self._not_made(outs)
+        self.made.update(numbers)
+        eqns = [jaxpr.eqns[i] for i in numbers]
+        made_here = dict.fromkeys(v for eqn in eqns for v in eqn.outvars)
+        read = dict.fromkeys([*(v for eqn in eqns for v in variables(eqn.invars)), *outs])
+        invars = [v for v in read if v not in made_here]
+        later = lambda v: any(i not in self.made for i in self.readers.get(v, ()))
+        outvars = [v for v in made_here if v in self.results or later(v)]
+        inputs = [self.positions[v] for v in invars if v in self.positions]
+        loads = [i for i in inputs if i in self.held and i not in self.loaded]
+        self.loaded.update(loads)
+        return Segment(JaxprPart([], invars, [*outvars], eqns), loads, results)
+
+    def _not_made(self, results: Iterable[Any]) -> list[int]:
+        """The numbers of the equations that results need and that no segment before has, in order."""
+
+        def reads(v: Any) -> list[Any]:
+            i = self.maker.get(v)
+            return [] if i is None or i in self.made else variables(self.jaxpr.eqns[i].invars)
+
+        numbers = {self.maker[v] for v in needed(results, reads) if v in self.maker}
+        return sorted(numbers - self.made)
+
+
+def evaluate_by_group(
     ctx: Context,
-    jaxpr: Any,
-    consts: Sequence[Any],
-    inputs: Sequence[Any],
-    buckets: Sequence[Bucket],
-    store: Callable[[list[int], list[Any]], list[Any]],
-) -> dict[int, Any]:
-    """Evaluates a program on shares, stage by stage.
+    jaxpr: AnyJaxpr,
+    consts: Sequence[jax.Array],
+    inputs: Sequence[Value | Held],
+    groups: Sequence[LeafGroup],
+    store: Callable[[list[int], list[Value]], list[jax.Array]],
+) -> dict[int, jax.Array]:
+    """Evaluates a program on shares, segment by segment.
 
     Args:
-      ctx: As for `partition.run`.
+      ctx: As for `partition.evaluate`.
       jaxpr: The program.
       consts: Its constants.
       inputs: Its inputs; `Held` ones are fetched where they are needed.
-      buckets: What travels together, in order; all results that are wanted.
-      store: Takes positions and values of results and returns the arrays at rest.
+      groups: The leaves that are fetched and stored together, in order; all results that are wanted.
+      store: Takes positions and values of results and returns the arrays to store.
 
     Returns:
-      The arrays at rest, by position.
+      The stored arrays, by position.
     """
     held = [i for i, x in enumerate(inputs) if isinstance(x, Held)]
     jaxpr, env = flat(jaxpr, consts)
     env |= {v: x for v, x in zip(jaxpr.invars, inputs, strict=True) if not isinstance(x, Held)}
-    out: dict[int, Any] = {}
-    done: list[list[Any]] = []
-    for stage in stages(jaxpr, held, buckets):
-        arrays = [inputs[i].array for i in stage.loads]
-        if arrays and len(done) >= STAGES and done[-STAGES]:
-            arrays, _ = lax.optimization_barrier((arrays, done[-STAGES]))
-        for i, x in zip(stage.loads, arrays, strict=True):
-            env[jaxpr.invars[i]] = inputs[i].load(to_device(x))
-        values = partition_evaluate.evaluate(ctx, stage.jaxpr, [], [env[v] for v in stage.jaxpr.invars])
-        env.update(zip(stage.jaxpr.outvars, values, strict=True))
-        stored = store(stage.results, [_read(env, jaxpr.outvars[r]) for r in stage.results])
-        out.update(zip(stage.results, stored, strict=True))
-        if stage.results:
+    read = lambda atom: literal_value(atom) if isinstance(atom, Literal) else env[atom]
+    out: dict[int, jax.Array] = {}
+    done: list[list[jax.Array]] = []
+    for segment in segments(jaxpr, held, groups):
+        loads = [(i, x) for i in segment.loads if isinstance(x := inputs[i], Held)]
+        arrays = [x.array for _, x in loads]
+        if arrays and len(done) >= SEGMENTS_AHEAD and done[-SEGMENTS_AHEAD]:
+            arrays, _ = lax.optimization_barrier((arrays, done[-SEGMENTS_AHEAD]))
+        for (i, x), array in zip(loads, arrays, strict=True):
+            env[jaxpr.invars[i]] = x.load(to_device(array))
+        values = evaluate(ctx, segment.jaxpr, [], [env[v] for v in segment.jaxpr.invars])
+        env.update(zip(segment.jaxpr.outvars, values, strict=True))
+        stored = store(segment.results, [read(jaxpr.outvars[r]) for r in segment.results])
+        out.update(zip(segment.results, stored, strict=True))
+        if segment.results:
             done.append([x for x in stored if on_host(x)])
     return out
 
 
-def flat(jaxpr: Any, consts: Sequence[Any]) -> tuple[Jaxpr, dict[Any, Any]]:
+def flat(jaxpr: AnyJaxpr, consts: Sequence[jax.Array]) -> tuple[JaxprPart, dict[Any, Any]]:
     """The program without inner calls, and its constants by variable."""
     eqns, outs, known = inlined(jaxpr, consts)
-    return Jaxpr(list(known), jaxpr.invars, outs, eqns), dict(known)
-
-
-def _read(env: dict[Any, Any], atom: Any) -> Any:
-    return np.asarray(atom.val, atom.aval.dtype) if isinstance(atom, Literal) else env[atom]  # type: ignore[attr-defined]
-
-
-def _variables(atoms: Iterable[Any]) -> list[Any]:
-    return [v for v in atoms if not isinstance(v, Literal)]
+    variables_: list[Any] = list(known)
+    return JaxprPart(variables_, jaxpr.invars, outs, eqns), dict(known)
 
 
 def _mask(needs: dict[Any, int], atom: Any) -> int:
     return 0 if isinstance(atom, Literal) else needs.get(atom, 0)
 
 
-def _needs(jaxpr: Any, held: Sequence[int]) -> dict[Any, int]:
+def _needs(jaxpr: AnyJaxpr, held: Sequence[int]) -> dict[Any, int]:
     """Which held inputs each variable depends on, as the bits of a number."""
-    needs = {jaxpr.invars[position]: 1 << i for i, position in enumerate(held)}
+    needs: dict[Any, int] = {jaxpr.invars[position]: 1 << i for i, position in enumerate(held)}
     for eqn in jaxpr.eqns:
         mask = 0
         for v in eqn.invars:
@@ -183,14 +212,3 @@ def _needs(jaxpr: Any, held: Sequence[int]) -> dict[Any, int]:
         if mask:
             needs.update((v, mask) for v in eqn.outvars)
     return needs
-
-
-def _ancestors(jaxpr: Any, maker: dict[Any, int], atoms: Iterable[Any], made: set[int]) -> list[int]:
-    """The equations that these variables need and that are not made yet, in order."""
-    todo, found = _variables(atoms), set()
-    while todo:
-        i = maker.get(todo.pop())
-        if i is not None and i not in made and i not in found:
-            found.add(i)
-            todo += _variables(jaxpr.eqns[i].invars)
-    return sorted(found)
