@@ -12,7 +12,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from ..jaxpr.compat import open_program
+from ..jaxpr.compat import scan_parts
 from ..jaxpr.flat import Atom, Flat, Known, Step, Var
 from ..sharding.layout import Layout
 
@@ -84,9 +84,8 @@ def _shape(x: Atom) -> tuple[int, ...]:
 
 
 def _carries(step: Step) -> int:
-    body, _ = open_program(step.eqn.params["jaxpr"])
-    stacked = sum(len(o.aval.shape) == len(b.aval.shape) + 1 for o, b in zip(step.outs, body.outvars, strict=True))
-    return len(step.outs) - stacked
+    _, carry, _ = scan_parts(step.eqn, step.ins)
+    return len(carry)
 
 
 def _widens(step: Step) -> bool:
