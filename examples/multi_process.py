@@ -7,9 +7,11 @@ On a cluster one process runs on every node, and JAX finds the others by itself.
 there in place of `join`; nothing else changes.
 """
 
+import contextlib
 import dataclasses
 import os
 import pathlib
+import signal
 import socket
 import subprocess
 import sys
@@ -54,22 +56,37 @@ class Options:
 
 
 def start(options: Any) -> int:
-    """Start all processes of this program and wait for them; if one fails, end the others."""
+    """Start all processes of this program and wait for them; if one fails, end the others.
+
+    Ctrl-C is sent on to each of them, once; the second one ends them.
+    """
     coordinator = options.coordinator or f"localhost:{free_port()}"
     same = [sys.executable, *sys.argv, "--coordinator", coordinator]
-    running = [subprocess.Popen([*same, "--process", str(i)]) for i in range(options.processes)]
+    # each in a group of its own: else the terminal would send Ctrl-C to them too
+    running = [subprocess.Popen([*same, "--process", str(i)], process_group=0) for i in range(options.processes)]
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         while any(p.poll() is None for p in running) and not any(p.returncode for p in running):
-            for p in running:
-                try:
-                    p.wait(0.1)
-                except subprocess.TimeoutExpired:
-                    continue
+            wait(running)
+    except KeyboardInterrupt:
+        for p in running:
+            p.send_signal(signal.SIGINT)
+        with contextlib.suppress(KeyboardInterrupt):
+            while any(p.poll() is None for p in running):
+                wait(running)
+        return 130
     finally:
         for p in running:
             if p.poll() is None:
                 p.kill()
     return max((abs(p.wait()) for p in running if p.returncode != -9), default=1)
+
+
+def wait(running: list[subprocess.Popen[bytes]]) -> None:
+    """Wait a little for each."""
+    for p in running:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            p.wait(0.1)
 
 
 def free_port() -> int:
@@ -166,6 +183,7 @@ def main(options: Options) -> None:
     """Start the processes, or run as one of them."""
     if options.process is None:
         sys.exit(start(options))
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C: no traceback of each process
     join(options)
     train(options)
 

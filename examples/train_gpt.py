@@ -7,6 +7,7 @@ By default the text is the source of Python's standard library, as bytes. Withou
 virtual CPU devices. All calls of jaxzero are in `main`, between the two lines of dashes.
 """
 
+import contextlib
 import dataclasses
 import difflib
 import functools
@@ -15,12 +16,17 @@ import json
 import math
 import os
 import pathlib
+import shlex
+import signal
 import sys
 import sysconfig
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Literal, NoReturn
 
+if __name__ == "__main__":  # until training starts, Ctrl-C ends the program without a traceback
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 os.environ.setdefault("NPROC", "32")  # eight devices on fewer CPU cores need more threads than cores
 
 import flax.linen as nn
@@ -34,11 +40,12 @@ import rich.console
 import rich.progress
 import rich.table
 import tyro
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxzero
-from jaxzero.cli.optimizers import known
+from jaxzero.cli.optimizers import known, needs
 
 HEAD_WIDTH = 32
 DROPOUT = 0.1
@@ -205,6 +212,8 @@ def sample(model: GPT, params: Any, start: jax.Array, key: jax.Array, count: int
 def make_optimizer(options: Options) -> optax.GradientTransformation:
     """The optimizer of the options, after clipping."""
     name = options.optimizer
+    if problem := needs(name):
+        fail(f"--optimizer {name}: {problem}")
     if name not in known():
         near = difflib.get_close_matches(name, known(), 1, 0) + ["adamw"]
         fail(f'--optimizer {name}: optax has no such optimizer; did you mean "{near[0]}"?')
@@ -282,6 +291,52 @@ def memory_table(rows: dict[str, Any], title: str) -> rich.table.Table:
     return table
 
 
+# ---- progress
+
+
+class Meter:
+    """The progress bar: what is being done, for how long, and the figures once there are some."""
+
+    def __init__(self, options: Options, console: rich.console.Console, begin: int) -> None:
+        self.tokens = options.batch * options.length
+        self.begin = self.done = begin
+        self.speed = 0.0
+        columns = (
+            rich.progress.TextColumn("{task.description}"),
+            rich.progress.BarColumn(),
+            rich.progress.MofNCompleteColumn(),
+            rich.progress.TextColumn("{task.fields[figures]}"),
+            rich.progress.TimeElapsedColumn(),
+            rich.progress.TimeRemainingColumn(),
+        )
+        finished = begin >= options.steps
+        self.bar = rich.progress.Progress(*columns, console=console, disable=finished)
+        what = f"compiling, then step {begin + 1}"
+        self.task = self.bar.add_task(what, total=options.steps, completed=begin, figures="")
+        if finished:
+            console.print(f"nothing to train: {begin} of {options.steps} steps are done")
+
+    def __enter__(self) -> "Meter":
+        self.bar.start()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.bar.stop()
+
+    def show(self, loss: float, line: bool) -> None:
+        """One more step; also as a line of its own that stays."""
+        self.done += 1
+        if self.done == self.begin + 1:
+            self.clock = time.perf_counter()  # the first step compiles
+        else:
+            self.speed = (self.done - self.begin - 1) * self.tokens / (time.perf_counter() - self.clock)
+        speed = f"{self.speed:10,.0f} tokens/s" if self.speed else ""
+        figures = f"loss {loss:.3f}  {speed.strip()}"
+        self.bar.update(self.task, advance=1, description="training", figures=figures)
+        if line:
+            self.bar.console.print(f"step {self.done:5d}  loss {loss:.3f}  {speed}".rstrip())
+
+
 # ---- files of the run
 
 
@@ -312,14 +367,122 @@ def check(options: Options, mesh: Mesh, text: np.ndarray) -> None:
         fail(f"--width {options.width}: expected a multiple of {HEAD_WIDTH}")
     if not options.clip >= 0:
         fail(f"--clip {options.clip}: expected 0 or more")
+    if options.learning_rate is not None and not 0 < options.learning_rate < math.inf:
+        fail(f"--learning-rate {options.learning_rate}: expected more than 0")
+    if not 0 <= options.seed < 2**32:
+        fail(f"--seed {options.seed}: expected 0 or more, below 2**32")
     if text.size < 20 * (options.length + 1):
         fail(
             f"--data: {text.size} bytes are too few for --length {options.length}; {20 * (options.length + 1)} will do"
         )
+    check_writable("--out", options.out)
+    if options.checkpoint_dir is not None and not options.resume:
+        check_writable("--checkpoint-dir", options.checkpoint_dir)
+
+
+def check_writable(option: str, folder: pathlib.Path) -> None:
+    """Make a folder, and refuses one that no file can be written to."""
     try:
-        options.out.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
-        fail(f"--out {options.out}: {error.strerror}")
+        fail(f"{option} {folder}: {error.strerror}")
+
+
+# ---- a run that stops and goes on
+
+#: Options that decide about the shapes, the optimizer and what the parameters mean.
+MODEL = ("optimizer", "dtype", "width", "layers", "length")
+
+
+def check_same_model(options: Options, vocabulary: np.ndarray, resume: bool) -> None:
+    """Write beside the checkpoints what model they are of, or refuse to go on with another one."""
+    assert options.checkpoint_dir is not None
+    path = options.checkpoint_dir / "model.json"
+    model = {name: getattr(options, name) for name in MODEL}
+    if not resume:
+        if jax.process_index() == 0:
+            path.write_text(json.dumps(model | {"vocabulary": vocabulary.tolist()}) + "\n")
+        return
+    if not path.exists():  # restore will compare the leaves
+        return
+    before = json.loads(path.read_text())
+    for name, value in model.items():
+        if value != before[name]:
+            fail(f"--resume: the run in {options.checkpoint_dir} has --{name} {before[name]}, not {value}")
+    if before["vocabulary"] != vocabulary.tolist():
+        fail(f"--resume: the run in {options.checkpoint_dir} has another text, with other kinds of byte: --data")
+
+
+def begin_at(options: Options, vocabulary: np.ndarray) -> int | None:
+    """The step to go on from; `None` for a run that begins."""
+    if options.checkpoint_dir is None:
+        return None
+    try:
+        saved = jaxzero.latest(options.checkpoint_dir)
+    except ValueError as error:
+        fail(f"--checkpoint-dir {options.checkpoint_dir}: {error}")
+    if options.resume and saved is None:
+        fail(f"--resume: there is no checkpoint in {options.checkpoint_dir}")
+    if not options.resume and saved is not None:
+        fail(f"--checkpoint-dir {options.checkpoint_dir}: it has step {saved}; go on from there with --resume")
+    check_same_model(options, vocabulary, options.resume)
+    if options.resume:
+        check_writable("--checkpoint-dir", options.checkpoint_dir)
+    return saved
+
+
+class Stop:
+    """Whether Ctrl-C asked for the end; the second one ends the program at once."""
+
+    asked = False
+
+    def __call__(self, *_: Any) -> None:
+        """Handle the signal."""
+        if self.asked:
+            rich.console.Console().show_cursor()
+            os._exit(130)
+        self.asked = True
+        print("\nstopping after this step; Ctrl-C again stops at once", file=sys.stderr, flush=True)
+
+    def agreed(self) -> bool:
+        """Whether any process was asked: all stop after the same step."""
+        if jax.process_count() == 1:
+            return self.asked
+        return bool(multihost_utils.process_allgather(np.array(self.asked)).any())
+
+
+@contextlib.contextmanager
+def stoppable() -> Iterator[Stop]:
+    """Inside, Ctrl-C is a question that the loop answers between two steps."""
+    stop = Stop()
+    before = signal.signal(signal.SIGINT, stop)
+    try:
+        yield stop
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def same_command() -> str:
+    """The command that goes on with this run."""
+    words = list(sys.argv)
+    for name in ("--process", "--coordinator"):  # what `multi_process.start` added
+        if name in words:
+            del words[words.index(name) : words.index(name) + 2]
+    return shlex.join(["python", *words, *(["--resume"] if "--resume" not in words else [])])
+
+
+def say_stopped(options: Options, step: int) -> NoReturn:
+    """End the program, with status 130 as shells have it for Ctrl-C."""
+    if jax.process_index() == 0:
+        saved = options.checkpoint_dir is not None
+        print(
+            f"stopped after step {step} and saved it. To go on:\n  {same_command()}"
+            if saved
+            else f"stopped after step {step}. Nothing is saved without --checkpoint-dir.",
+            flush=True,
+        )
+    sys.exit(130)
 
 
 def main(options: Options) -> None:
@@ -370,16 +533,14 @@ def main(options: Options) -> None:
     zero = jaxzero.Zero(mesh, stage=options.stage, offload=on_host, **axes)
     tx = zero.optimizer(inner)
     abstract = jax.eval_shape(init, init_key)
-    saved = jaxzero.latest(options.checkpoint_dir) if options.checkpoint_dir else None
     losses: list[float] = []
-    if options.resume:
-        if saved is None:
-            fail(f"--resume: there is no checkpoint in {options.checkpoint_dir}")
-        params, state, _, losses = jaxzero.restore(options.checkpoint_dir, zero, abstract, inner)
-        console.print(f"going on from step {saved}")
+    if begin_at(options, vocabulary) is not None:
+        try:
+            params, state, begin, losses = jaxzero.restore(options.checkpoint_dir, zero, abstract, inner)
+        except ValueError as error:  # of another model, or damaged
+            fail(f"--resume: {' '.join(str(error).split())}")
+        console.print(f"going on from step {begin}")
     else:
-        if saved is not None:
-            fail(f"--checkpoint-dir {options.checkpoint_dir}: it has step {saved}; go on from there with --resume")
         params = zero.init(init, init_key)
         state = jax.jit(tx.init)(params)
     grad_fn = zero.value_and_grad(loss_fn, accumulate=options.accumulate)
@@ -400,37 +561,29 @@ def main(options: Options) -> None:
         f"{tokens.size:,} bytes of text, {vocabulary.size} kinds of byte; {count:,} parameters; {options.optimizer}; "
         f"mesh {shape} of {mesh.devices.flat[0].platform}"
     )
-    console.print(memory_table(figures, f"What lives where, stage {options.stage}"))
-
-    columns = (
-        *(
-            rich.progress.TextColumn("{task.description}"),
-            rich.progress.BarColumn(),
-            rich.progress.MofNCompleteColumn(),
-        ),
-        rich.progress.TextColumn("loss {task.fields[loss]:.3f}  {task.fields[speed]:,.0f} tokens/s"),
-        rich.progress.TimeRemainingColumn(),
-    )
-    speed, begin = 0.0, len(losses)
-    with rich.progress.Progress(*columns, console=console) as progress:
-        task = progress.add_task("compiling", total=options.steps, completed=begin, loss=math.nan, speed=0.0)
-        for i in range(begin, options.steps):
+    saving: Any = None
+    stopping = False
+    every = max(options.steps // 10, 1)
+    meter = Meter(options, console, len(losses))
+    with stoppable() as stop, meter:
+        console.print(memory_table(figures, f"What lives where, stage {options.stage}"))
+        for i in range(len(losses), options.steps):
             key = jax.random.fold_in(dropout_key, i)
             params, state, loss = train_step(params, state, batch_of(training, i), key)
             losses.append(float(loss))
             if not math.isfinite(losses[-1]):
                 fail(f"the loss is {losses[-1]} at step {i + 1}; a smaller --learning-rate may help", 1)
-            if i == begin:
-                clock = time.perf_counter()  # the first step compiles
-            else:
-                speed = (i - begin) * options.batch * options.length / (time.perf_counter() - clock)
-            progress.update(task, advance=1, loss=losses[-1], speed=speed, description="training")
-            if (i + 1) % max(options.steps // 10, 1) == 0:
-                progress.console.print(f"step {i + 1:5d}  loss {losses[-1]:.3f}  {speed:10,.0f} tokens/s")
-                if options.checkpoint_dir:  # in the background; one loss per batch, so their number is the position
-                    saving = jaxzero.save(options.checkpoint_dir, i + 1, zero, params, state, inner, extra=losses)
-    if options.checkpoint_dir and begin < options.steps:
-        saving.wait()
+            meter.show(losses[-1], (i + 1) % every == 0)
+            stopping = stop.agreed()
+            # in the background; one loss per batch, so their number is the position
+            if options.checkpoint_dir and ((i + 1) % every == 0 or i + 1 == options.steps or stopping):
+                saving = jaxzero.save(options.checkpoint_dir, i + 1, zero, params, state, inner, extra=losses)
+            if stopping:
+                break
+        if saving:
+            saving.wait()
+    if stopping:
+        say_stopped(options, len(losses))
 
     def score(params: Any, tokens: jax.Array) -> jax.Array:
         return mean_loss(predict(model, params, tokens[:, :-1]), tokens[:, 1:])
@@ -464,7 +617,7 @@ def main(options: Options) -> None:
         "memory": figures,
         "unigram_entropy": entropy,
         "held_out_loss": held_out_loss,
-        "tokens_per_second": speed,
+        "tokens_per_second": meter.speed,
         "seconds": time.perf_counter() - started,
         "losses": losses,
     }

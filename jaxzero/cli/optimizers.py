@@ -27,6 +27,21 @@ def known() -> dict[str, Callable[..., optax.GradientTransformation]]:
     return found
 
 
+def needs(name: str) -> str:
+    """Why a name of optax or optax.contrib is not among `known`; empty where it is, or is in neither module."""
+    modules = [module for module in (optax, optax.contrib) if inspect.isfunction(getattr(module, name, None))]
+    if not modules or name in known() or name.startswith("_"):
+        return ""
+    signature = inspect.signature(getattr(modules[0], name))
+    if "GradientTransformation" not in str(signature.return_annotation):
+        return ""
+    positional = (p for p in signature.parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD)
+    missing = [p.name for p in positional if p.default is p.empty and p.name != "learning_rate"]
+    if missing:
+        return f"it is in {modules[0].__name__} and needs more than a learning rate: {', '.join(missing)}."
+    return f"it is in {modules[0].__name__}, but makes no optimizer from a learning rate alone."
+
+
 def make(name: str) -> optax.GradientTransformation:
     """The optimizer of that name, or what the user's `module:function` returns."""
     if ":" in name:
@@ -39,6 +54,8 @@ def make(name: str) -> optax.GradientTransformation:
                 "function that returns one."
             )
         return _guarded(name, inner)
+    if problem := needs(name):
+        raise ValueError(f"--optimizer {name}: {problem} Fix: module:function, one of your own that makes it.")
     if name not in known():
         fix = nearest(name, known()) or "Fix: module:function names one of your own."
         raise ValueError(f"--optimizer {name}: optax has no such optimizer. {fix}")

@@ -1,16 +1,20 @@
 """The examples as a user runs them: a short run that learns, and one line for each bad option."""
 
+import io
 import json
 import math
 import os
 import pathlib
 import re
+import shlex
+import signal
 import subprocess
 import sys
 
 import jax
 import models
 import pytest
+import rich.console
 import train_gpt
 import tyro
 
@@ -117,6 +121,17 @@ def test_train_gpt_goes_on_elsewhere(tmp_path, text):
     [
         ("--optimizer adammw", '--optimizer adammw: optax has no such optimizer; did you mean "adamw"?'),
         ("--optimizer momo", "--optimizer momo: it needs more than the gradients (momo."),
+        (
+            "--optimizer sam",
+            "sam: it is in optax.contrib and needs more than a learning rate: optimizer, adv_optimizer.",
+        ),
+        ("--optimizer lookahead", "it is in optax and needs more than a learning rate: fast_optimizer, sync_period"),
+        ("--optimizer scale_by_adam", "it is in optax, but makes no optimizer from a learning rate alone."),
+        ("--optimizer lbfgs", "--optimizer lbfgs: it needs more than the gradients ("),
+        ("--learning-rate -1", "--learning-rate -1.0: expected more than 0"),
+        ("--learning-rate nan", "--learning-rate nan: expected more than 0"),
+        ("--learning-rate 0", "--learning-rate 0.0: expected more than 0"),
+        ("--seed -1", "--seed -1: expected 0 or more"),
         ("--mesh 16", "--mesh 16: needs 16 devices, 8 are here (cpu)"),
         ("--mesh 2by4", '--mesh 2by4: expected a number of devices such as "8"'),
         ("--data no_such_file.txt", "--data no_such_file.txt: No such file or directory"),
@@ -128,6 +143,11 @@ def test_train_gpt_goes_on_elsewhere(tmp_path, text):
         ("--resume", "--resume: from where? Give --checkpoint-dir too"),
         ("--resume --checkpoint-dir no_such_folder", "--resume: there is no checkpoint in no_such_folder"),
         ("--out LICENSE/below", "--out LICENSE/below: Not a directory"),
+        ("--out LICENSE", "--out LICENSE: File exists"),
+        ("--out /proc", "--out /proc: "),
+        ("--checkpoint-dir LICENSE/below", "--checkpoint-dir LICENSE/below: Not a directory"),
+        ("--checkpoint-dir LICENSE", "--checkpoint-dir LICENSE: File exists"),
+        ("--checkpoint-dir /proc", "--checkpoint-dir /proc: "),
     ],
 )
 def test_train_gpt_bad_option(options, message, capsys, monkeypatch):
@@ -139,6 +159,99 @@ def test_train_gpt_bad_option(options, message, capsys, monkeypatch):
     assert error.startswith("train_gpt: ")
     assert error.count("\n") == 1
     assert message in error
+
+
+def test_train_gpt_resumes_the_same_model_only(tmp_path, text, capsys):
+    """With `model.json`, in its words; without, in those of `restore`; the same model goes on."""
+
+    def run(*changed, steps="2"):
+        options = [*TINY, "--mesh", "1", "--data", text, "--out", str(tmp_path / "out"), "--steps", steps]
+        train_gpt.main(
+            tyro.cli(train_gpt.Options, args=[*options, "--checkpoint-dir", str(tmp_path / "run"), *changed])
+        )
+        return capsys.readouterr().out
+
+    run()
+    other = tmp_path / "other.txt"
+    other.write_text("zebra " * 100)
+    changes = {
+        "--optimizer lion": "has --optimizer adamw, not lion",
+        "--optimizer adam": "has --optimizer adamw, not adam",  # of the same state
+        "--width 64": "has --width 32, not 64",
+        "--dtype bf16": "has --dtype fp32, not bf16",
+        "--layers 2": "has --layers 1, not 2",
+        "--length 32": "has --length 16, not 32",
+        f"--data {other}": "has another text, with other kinds of byte",
+        "--clip 0": "is not a checkpoint of these parameters and this optimizer",
+    }
+    for known in (True, False):
+        if not known:
+            (tmp_path / "run/model.json").unlink()
+            changes = {change: "is not a checkpoint of" for change in changes if change != "--optimizer adam"}
+        for change, message in changes.items():
+            with pytest.raises(SystemExit) as stop:
+                run("--resume", *change.split())
+            error = capsys.readouterr().err
+            assert stop.value.code == 2, change
+            assert error.count("\n") == 1, change
+            assert message in error, change
+    finished = run("--resume")
+    assert "nothing to train: 2 of 2 steps are done" in finished
+    assert "training" not in finished
+    assert "compiling" not in finished
+    run("--resume", steps="25")
+    losses = json.loads((tmp_path / "out/metrics.json").read_text())["losses"]
+    assert len(losses) == 25
+    assert train_gpt.jaxzero.latest(tmp_path / "run") == 25  # no multiple of 25 // 10
+    run("--resume", steps="26")
+
+
+@pytest.mark.parametrize(("processes", "times"), [(1, 1), (1, 2), (2, 1)])
+def test_train_gpt_stops_at_ctrl_c(tmp_path, text, processes, times):
+    command = [sys.executable, "-W", "error", str(ROOT / "examples/train_gpt.py"), *TINY, "--data", text]
+    command += ["--steps", "100000", "--checkpoint-dir", str(tmp_path / "run"), "--out", str(tmp_path / "out")]
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "COLUMNS": "100", "PYTHONUNBUFFERED": "1"}
+    more = ["--processes", str(processes)]
+    with subprocess.Popen([*command, *more], env=env, text=True, stdout=-1, stderr=subprocess.STDOUT) as run:
+        seen = []
+        for line in run.stdout:
+            seen.append(line)
+            if "What lives where" in line:  # compiling
+                run.send_signal(signal.SIGINT)
+                if times == 1:
+                    break
+            if "Ctrl-C again stops at once" in line:
+                run.send_signal(signal.SIGINT)
+        output = "".join(seen) + run.stdout.read()
+        assert run.wait() == 130, output
+    assert "Traceback" not in output
+    if times == 2:
+        assert "saved" not in output
+        return
+    assert output.count("and saved it") == 1
+    step = int(re.search(r"stopped after step (\d+) and saved it. To go on:", output)[1])
+    assert train_gpt.jaxzero.latest(tmp_path / "run") == step
+    again = shlex.split(output.splitlines()[-1])
+    assert again == ["python", *command[3:], *more, "--resume"]
+    assert "--coordinator" not in again
+
+
+def test_train_gpt_says_that_it_compiles():
+    """What the bar shows before there are figures: what is done, and seconds; nothing that is not known."""
+    console = rich.console.Console(file=io.StringIO(), force_terminal=True, width=110)
+    with train_gpt.Meter(train_gpt.Options(steps=4), console, 1) as meter:
+        meter.bar.refresh()
+        first = console.file.getvalue()
+        meter.show(3.25, True)
+        meter.show(3.125, True)
+        meter.bar.refresh()
+    assert "compiling, then step 2" in first
+    assert "0:00:00" in first
+    assert not re.search("nan|loss|tokens", first)
+    after = console.file.getvalue()[len(first) :]
+    assert "loss 3.125" in after
+    assert "nan" not in after
+    assert "3/4" in after
 
 
 def test_train_gpt_unknown_flag_and_help():
