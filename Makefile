@@ -10,7 +10,7 @@ ARGS ?=
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -q --durations 15
 
-.PHONY: train bench test test-all lint docs notebooks clean
+.PHONY: train bench test test-all grid lint docs notebooks clean
 
 train: $(VENV)/.examples
 	$(BIN)/python examples/train_gpt.py $(ARGS)
@@ -23,6 +23,11 @@ test: $(VENV)/.test
 
 test-all: $(VENV)/.test
 	$(PYTEST) -m "slow or not slow" $(ARGS)
+	$(MAKE) grid ARGS=
+
+# Every optimizer on every mesh, at every stage, in every way. Resumes: make grid ARGS="--minutes 60"
+grid: $(VENV)/.test
+	nice -n 10 $(BIN)/python benchmarks/grid.py --workers $(WORKERS) $(ARGS)
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .

@@ -1,112 +1,29 @@
 """Every Optax optimizer, sharded, equals the unsharded run.
 
 The names are discovered from Optax's namespaces, so a new one fails here until it is classified in
-`optax_cases.py`. A short run gives every optimizer one cell of the grid (some a second) and visits every mesh, stage
-and way to run; `-m slow` runs the whole product. Run as a script, this file writes `docs/optimizers.md`.
+`optax_cases.py`. The tests give every optimizer one cell of the grid (some a second) and visit every mesh, stage and
+way to run; `make grid` runs the whole product, and `docs/optimizers.md` and the README say what it found.
 """
 
-import functools
 import itertools
 import pathlib
-import sys
+import threading
 
 import checks
-import helpers
+import grid
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
+import optax_grid
+import optimizer_table
 import pytest
-from optax_cases import CASES, EXCLUDED, GROUPS, Case, public_names
+from optax_cases import CASES, EXCLUDED, GROUPS, public_names
+from optax_grid import GRID, MESHES, STAGES
 
 import jaxzero
 
-STEPS, RTOL, ATOL = 6, 2e-5, 2e-6  # the tolerance of the acceptance script; two steps more, for radam's second branch
-PAGE = pathlib.Path(__file__).parents[2] / "docs/optimizers.md"
-BEGIN, END = "<!-- optimizers:begin -->", "<!-- optimizers:end -->"
-
-REPLICAS = ("replica", "shard")
-MESHES = (
-    {n: ((n,), ("data",)) for n in (1, 2, 3, 5, 8)}
-    | {f"{r}x{n}": ((r, n), REPLICAS) for r, n in ((2, 4), (4, 2), (8, 1), (1, 8))}
-    | {"2x2x2": ((2, 2, 2), ("replica", "node", "local"))}
-)
-STAGES = (1, 2, 3)
-GRID = list(itertools.product(MESHES, STAGES, checks.WAYS))
-BATCHES = checks.quadratic_batches(STEPS)
-
-
-def odd_tree(kind="odd"):
-    """Nothing but "even" divides: 13 rows, a scalar, a 3-vector, a convolution kernel."""
-    k = jax.random.split(jax.random.key(0), 5)
-    tree = {
-        "conv": jax.random.normal(k[0], (3, 3, 2, 4)) * 0.3,
-        "emb": jax.random.normal(k[1], (13, 6)),
-        "even": jax.random.normal(k[2], (40, 4)) * 0.2,
-        "scale": jnp.float32(2.0),
-        "tiny": jnp.array([0.5, -1.0, 2.0]),
-    }
-    if kind == "complex":
-        tree["tiny"] = tree["tiny"] + 1j * jnp.array([1.0, 0.25, -0.5])
-    if kind == "arrays":
-        del tree["scale"]  # sm3 takes no scalars
-    if kind == "matrix":
-        return tree["emb"]  # scale_by_muon takes matrices only, and of trees only a bare array
-    if kind == "lookahead":
-        return optax.LookaheadParams(fast=tree, slow=jax.tree.map(jnp.copy, tree))
-    return tree
-
-
-def extra_arguments(case):
-    """What `update` of this optimizer takes beyond gradients, state and parameters; functions see the whole batch."""
-
-    def extra(value, grads, batch):
-        every = dict(
-            value=value,
-            grad=grads,
-            value_fn=lambda p: checks.quadratic(p, batch),
-            obj_fn=lambda p: checks.quadratic(p, batch),
-            grad_fn=lambda p, _: jax.grad(checks.quadratic)(p, batch),
-        )
-        return {name: every[name] for name in case.needs}
-
-    return extra
-
-
-def trained(params):
-    return params.fast if isinstance(params, optax.LookaheadParams) else params
-
-
-@functools.cache
-def reference(key):
-    """Parameters, state and losses of the unsharded run, on one device."""
-    case = CASES[key]
-    start = odd_tree(case.params)
-    run = checks.reference(case.make(), start, checks.quadratic, BATCHES, extra=extra_arguments(case), trained=trained)
-    moved = [jnp.max(jnp.abs(a - b)) for a, b in zip(jax.tree.leaves(run.params), jax.tree.leaves(start), strict=True)]
-    assert max(moved) > 1e-4, "the unsharded optimizer does not move the parameters: nothing is compared"
-    return run
-
-
-def check(key, world, stage, way):
-    case, want = CASES[key], reference(key)
-    mesh = helpers.make_mesh(*MESHES[world])
-    inside = mesh.axis_names[1:]
-    options = dict(shard_axis=inside[0] if len(inside) == 1 else inside, replica_axis="replica") if inside else {}
-    got = checks.train(
-        jaxzero.Zero(mesh, stage=stage, **options),
-        case.make(),
-        odd_tree(case.params),
-        checks.quadratic,
-        BATCHES,
-        way,
-        extra=extra_arguments(case),
-        trained=trained,
-        grows=case.grows,
-    )
-    checks.assert_params_equal(got.params, want.params, RTOL, ATOL)
-    checks.assert_state_equal(got.state, want.state, RTOL)
-    np.testing.assert_allclose(got.losses, want.losses, rtol=RTOL)
+ROOT = pathlib.Path(__file__).parents[2]
+PAGE, README = ROOT / "docs/optimizers.md", ROOT / "README.md"
 
 
 def sampled():
@@ -114,8 +31,8 @@ def sampled():
 
     One row in nine runs on one device too.
     """
-    outside, inside = ([c for c in GRID if c[0] != 1 and c[2].startswith("inside") == b] for b in (False, True))
-    alone = [c for c in GRID if c[0] == 1]
+    outside, inside = ([c for c in GRID if c[0] != "1" and c[2].startswith("inside") == b] for b in (False, True))
+    alone = [c for c in GRID if c[0] == "1"]
     for i, key in enumerate(CASES):
         cells = outside if i % 2 else inside
         yield key, *cells[7 * (i // 2) % len(cells)]
@@ -152,14 +69,7 @@ def test_sample_covers_every_case_mesh_stage_and_way():
 
 @pytest.mark.parametrize(("key", "world", "stage", "way"), SAMPLED)
 def test_equals_unsharded(key, world, stage, way):
-    check(key, world, stage, way)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("key", CASES)
-@pytest.mark.parametrize(("world", "stage", "way"), GRID)
-def test_whole_product_equals_unsharded(key, world, stage, way):
-    check(key, world, stage, way)
+    optax_grid.check(key, world, stage, way)
 
 
 @pytest.mark.parametrize("expression", ["dpsgd", "differentially_private_aggregate"])
@@ -176,39 +86,80 @@ def test_per_example_gradients_are_refused(mesh8, expression):
         tx.update({"w": jnp.ones((4, 16, 2))}, tx.init(params), params)
 
 
-def table():
-    """The table: what is tested, as it is called, and what is left out."""
-    lines = [
-        f"{len(CASES)} rows, each equal to the unsharded run on worlds {', '.join(map(str, MESHES))}",
-        "at stages 1, 2 and 3,",
-    ]
-    lines += ["in the global view and inside a user's own `shard_map`.", ""]
-    for group, cases in GROUPS.items():
-        lines += [f"| {group} | tested as | `update` also takes |", "|---|---|---|"]
-        lines += [f"| {row_name(c)} | `{c.expression}` | {', '.join(f'`{n}`' for n in c.needs)} |" for c in cases]
-        lines += [""]
-    lines += ["Not in the table:", ""]
-    lines += [f"- `{name}`: {reason}." for name, reason in EXCLUDED.items()]
-    return "\n".join(lines)
+# --- the whole product: `make grid` ---------------------------------------------------------------
 
 
-def row_name(case: Case):
-    name, _, variant = case.key.partition(", ")
-    return f"`{name}`" + (f", {variant}" if variant else "")
+def row(key, failed=(), **about):
+    """A row as `grid.py` makes it, with failures at these positions of the grid."""
+    messages = ["AssertionError: w\ndiffers" if i in failed else "" for i in range(len(GRID))]
+    names = {optimizer_table.cell_name(cell): text for cell, text in zip(GRID, messages, strict=True) if text}
+    about = {"commit": "abc", "tree": "t", "date": "2030-01-02", "jax": "1.2", "optax": "3", "python": "4"} | about
+    return {"optimizer": key, "seconds": 1.0, "cells": grid.marks(GRID, messages), "failed": names} | about
 
 
-def with_table(text):
-    before, rest = text.split(BEGIN)
-    after = rest.split(END)[1]
-    return f"{before}{BEGIN}\n{table()}\n{END}{after}"
+def test_table_is_written_from_results():
+    optimizers = list(CASES)
+    rows = {key: row(key) for key in optimizers}
+    assert optimizer_table.figure(rows) == f"{len(CASES)} of {len(CASES)}"
+    assert optimizer_table.origin(rows)[0].startswith(f"{len(CASES) * 150} of {len(CASES) * 150} cells were run (100%)")
+    del rows[optimizers[0]]
+    rows[optimizers[1]] = row(optimizers[1], failed=(0, 149), commit="def")
+    text = optimizer_table.table(rows)
+    assert optimizer_table.figure(rows) == f"{len(CASES) - 2} of {len(CASES)}"
+    assert "commit abc, def on 2030-01-02 with jax 1.2, optax 3, Python 4." in text
+    assert text.count("| not run |") == 1
+    assert text.count("| 148 of 150, **failed** |") == 1
+    assert f"- `{optimizers[1]}`, 1, stage 1, value_and_grad, update: `AssertionError: w differs`" in text
+    assert f"- `{optimizers[1]}`, 2x2x2, stage 3, inside, apply: `AssertionError: w differs`" in text
 
 
-def test_table_is_up_to_date():
-    text = PAGE.read_text()
-    assert text.count(BEGIN) == text.count(END) == 1, f"the page needs one {BEGIN} and one {END}"
-    assert text == with_table(text), "run: python tests/optimizer/test_optax_grid.py"
+def test_marks_stand_for_cells():
+    found = row("optax.adam", failed=(0, 29))["cells"]
+    assert list(found) == list(MESHES)
+    assert (found["1"], found["2"], found["3"]) == ("F" + "." * 14, "." * 14 + "F", "." * 15)
 
 
-if __name__ == "__main__":
-    PAGE.write_text(with_table(PAGE.read_text()))
-    sys.exit(0)
+def test_resumes_behind_what_this_tree_has_run():
+    about = {"commit": "new", "tree": "t", "jax": "1.2", "optax": "3", "python": "4"}
+    kept = {"a": row("a"), "b": row("b", tree="other"), "c": row("c", jax="1.1")}
+    assert grid.to_run(kept, ["a", "b", "c", "d"], [], about) == ["b", "c", "d"]
+    assert grid.to_run(kept, ["a", "b", "c", "d"], ["a"], about) == ["a"]
+
+
+def test_a_process_that_ends_is_a_failed_cell(monkeypatch):
+    """The next process goes on behind the cell; a process that says nothing is no endless loop."""
+    starts = []
+
+    def lines_of(key, first):
+        starts.append(first)
+        yield from [""] * 3 if first == 0 else [""] * (len(GRID) - first)
+        if first == 0:
+            yield "the process ended with status -6: "
+
+    monkeypatch.setattr(grid, "lines_of", lines_of)
+    found = grid.run_optimizer("optax.adam", GRID, threading.Event())
+    assert starts == [0, 4]
+    assert found["failed"] == {optimizer_table.cell_name(GRID[3]): "the process ended with status -6: "}
+    monkeypatch.setattr(grid, "lines_of", lambda key, first: iter(()))
+    assert len(grid.run_optimizer("optax.adam", GRID, threading.Event())["failed"]) == len(GRID)
+
+
+def test_a_worker_says_what_fails(monkeypatch, capsys):
+    """The last two cells of the grid, of which one is made to fail."""
+    real = optax_grid.check
+
+    def check(key, world, stage, way):
+        if way == checks.WAYS[-1]:
+            raise ValueError("broken")
+        real(key, world, stage, way)
+
+    monkeypatch.setattr(optax_grid, "check", check)
+    grid.run_cells("optax.scale", len(GRID) - 2)
+    assert capsys.readouterr().out.splitlines() == ['""', '"ValueError: broken\\n"']
+
+
+def test_pages_say_what_was_measured():
+    rows, page, readme = optimizer_table.measured(), PAGE.read_text(), README.read_text()
+    assert page.count(optimizer_table.BEGIN) == page.count(optimizer_table.END) == 1
+    assert page == optimizer_table.with_table(page, rows), "run: python benchmarks/optimizer_table.py"
+    assert optimizer_table.README_ROW.findall(readme) == [optimizer_table.readme_row(rows)]

@@ -49,7 +49,7 @@ def odd_steps(step):
     return step % 2 == 1
 
 
-FROZEN = {"conv": False, "emb": True, "even": False, "scale": True, "tiny": False}
+FROZEN = {"conv": False, "emb": True, "even": False, "layers": True, "scale": True, "tiny": False}
 HELPERS = dict(jax=jax, jnp=jnp, ndim_mask=ndim_mask, labels=labels, odd_steps=odd_steps, FROZEN=FROZEN)
 
 VALUE, SEARCH = ("value",), ("value", "grad", "value_fn")
