@@ -237,12 +237,17 @@ def assert_params_equal(got: Any, want: Any, rtol: float = 2e-5, atol: float = 2
 
 
 def logical(stored: Any, like: Any) -> np.ndarray:
-    """A state leaf of logical shape `like.shape`, without its padding, which must be zero."""
+    """A state leaf of logical shape `like.shape`, without its padding, which must be zero.
+
+    A flat leaf is stored as `(*layers, padded)`: the dimensions that count layers, then all others ravelled.
+    """
     stored, like = helpers.host(stored), helpers.host(like)
-    if stored.shape == like.shape or stored.ndim != 1 or stored.size < like.size:
+    lead = stored.ndim - 1
+    size = int(np.prod(like.shape[lead:])) if lead >= 0 else 0
+    if stored.shape == like.shape or lead < 0 or stored.shape[:lead] != like.shape[:lead] or stored.shape[lead] < size:
         return stored
-    assert not stored[like.size :].view(np.uint8).any(), "padding is not zero"
-    return stored[: like.size].reshape(like.shape)
+    assert not np.ascontiguousarray(stored[..., size:]).view(np.uint8).any(), "padding is not zero"
+    return stored[..., :size].reshape(like.shape)
 
 
 def assert_state_equal(got: Any, want: Any, rtol: float = 2e-5) -> None:

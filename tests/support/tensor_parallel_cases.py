@@ -42,6 +42,9 @@ def placed(zero, batch):
 def unpadded(stored, shape):
     """A state leaf of this logical shape, without its padding, which must be zero."""
     stored = np.asarray(stored)
-    kept = stored[tuple(slice(size) for size in shape)] if stored.ndim == len(shape) else checks.logical(stored, shape)
+    if stored.ndim == len(shape):
+        kept = stored[tuple(slice(size) for size in shape)]
+    else:
+        kept = checks.logical(stored, np.empty(shape))
     assert np.count_nonzero(stored) == np.count_nonzero(kept)
     return kept
