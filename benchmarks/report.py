@@ -70,7 +70,7 @@ def _step_table(rows: Rows) -> str:
     by = {(row["world"], row["way"]): row for row in rows}
     lines = []
     for row in sorted(rows, key=lambda row: (row["world"], list(ways.WAYS).index(row["way"]))):
-        other = by.get((row["world"], ways.BESIDE.get(row["way"], "")))
+        other = by.get((row["world"], ways.NATIVE_WAY.get(row["way"], "")))
         ratio = lambda key, row=row, other=other: f"{row[key] / other[key]:.2f}" if other else ""
         lines.append(
             [
@@ -98,7 +98,7 @@ def _plot_steps(rows: Rows) -> None:
         (both[1], "total", 1e6, "MB per device"),
     ):
         names = list(mine)[::-1]
-        colors = [OURS if name in ways.BESIDE else NATIVE for name in names]
+        colors = [OURS if name in ways.NATIVE_WAY else NATIVE for name in names]
         axes.barh(names, [mine[name][key] / scale for name in names], color=colors)
         axes.set_xlabel(label)
     _save(figure, "step_time")
@@ -127,7 +127,7 @@ def _machine_table(rows: Rows) -> str:
         if "refused" in row:
             lines.append([row["way"], "", "does not fit", "", "", "", ""])
             continue
-        other = by.get(ways.BESIDE.get(row["way"], ""), {})
+        other = by.get(ways.NATIVE_WAY.get(row["way"], ""), {})
         lines.append(
             [
                 row["way"],
@@ -146,7 +146,7 @@ def _plot_machine(name: str, rows: Rows) -> None:
     mine = [row for row in rows if "total" in row][::-1]
     figure, axes = plt.subplots(figsize=(8, 0.35 * len(mine) + 1), layout="constrained")
     names = [f"{row['model']}: {row['way']}" for row in mine]
-    colors = [OURS if row["way"] in ways.BESIDE else NATIVE for row in mine]
+    colors = [OURS if row["way"] in ways.NATIVE_WAY else NATIVE for row in mine]
     axes.barh(names, [row["total"] / 1e9 for row in mine], color=colors)
     axes.set_xlabel(f"GB per device, {MACHINES[name]}")
     _save(figure, name)

@@ -49,7 +49,7 @@ WAYS = {
     "stage 3 + remat + scan, sums in bfloat16": Way(3, True, True, jnp.bfloat16),
 }
 #: For each way of jaxzero, the native way that splits the same arrays.
-BESIDE = {
+NATIVE_WAY = {
     "stage 1": "sharded state",
     "stage 2": "sharded state",
     "stage 3": "FSDP",

@@ -1,5 +1,6 @@
 """The web site: `make docs`. The root of the sources is the repository, so that links are right there and here."""
 
+import inspect
 import pathlib
 import tomllib
 
@@ -35,3 +36,17 @@ python_display_short_literal_types = True
 
 html_theme = "furo"
 html_title = "jaxzero"
+
+
+def _signature_of_zero(app, what, name, obj, options, signature, return_annotation):
+    """The options of `Zero` in place of the `*args, **options` of its `__new__`."""
+    if name != "jaxzero.Zero":
+        return None
+    parameters = list(inspect.signature(obj.__init__).parameters.values())[1:]
+    plain = [p.replace(annotation=inspect.Parameter.empty) for p in parameters]
+    return str(inspect.Signature(plain)), return_annotation
+
+
+def setup(app):
+    """Connects the hook to Sphinx."""
+    app.connect("autodoc-process-signature", _signature_of_zero)

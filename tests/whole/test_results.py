@@ -45,7 +45,7 @@ def test_a_model_is_the_same_stacked_or_not(model):
 def test_every_way_is_the_same_step(mesh8, way):
     """From equal parameters all ways give the loss of the replicated one, and keep their arguments' placement."""
     split, remat, stacked, _ = ways.WAYS[way]
-    assert way not in ways.BESIDE or ways.WAYS[ways.BESIDE[way]][1:3] == (remat, stacked)
+    assert way not in ways.NATIVE_WAY or ways.WAYS[ways.NATIVE_WAY[way]][1:3] == (remat, stacked)
     params, loss, _ = gpt(models.How(stacked))
     whole = ways.drawn(params)
     tokens = jax.random.randint(jax.random.key(1), (16, 9), 0, 41)
