@@ -95,3 +95,14 @@ def test_map_of_the_code_names_files_that_exist():
     there = {path.name for path in (ROOT / "jaxzero").rglob("*.py")}
     assert len(named) > 30
     assert named - there == set()
+
+
+def test_vocabulary_names_files_that_exist_and_each_term_once():
+    text = (ROOT / "docs/vocabulary.md").read_text()
+    named = set(re.findall(r"`(\w+/\w+\.py)`", text))
+    assert len(named) > 25
+    assert [name for name in named if not (ROOT / "jaxzero/_src" / name).exists()] == []
+    terms = [term for row in re.findall(r"^\| (.*?) \|", text, re.MULTILINE) for term in row.split(", ")]
+    terms = [term for term in terms if term != "term"]
+    assert len(terms) > 50
+    assert sorted(set(terms)) == sorted(terms)
