@@ -186,6 +186,39 @@ def _check_divisor(value: Any) -> None:
         )
 
 
+# --- the options of one part of the library --------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class GatherOptions:
+    """When stage 3 gathers parameters; each as in `Zero`."""
+
+    prefetch: int = PREFETCH
+    persist_bytes: int = PERSIST_BYTES
+    chunk_bytes: int | None = CHUNK_BYTES
+    regather: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class ReduceOptions:
+    """How gradients are summed over devices; each as in `Zero`."""
+
+    reduce_dtype: Any = None
+    predivide: float | None = None
+    bucket_bytes: int | None = BUCKET_BYTES
+
+
+def gather_options(options: Options, axes: sharding_axes.Axes) -> GatherOptions:
+    """The options of gathers over `axes`; gathers of a single hop have no part inside a node to repeat."""
+    regather = options.regather if len(axes.hops) > 1 else None
+    return GatherOptions(options.prefetch, options.persist_bytes, options.chunk_bytes, regather)
+
+
+def reduce_options(options: Options) -> ReduceOptions:
+    """The options of the reduction of gradients."""
+    return ReduceOptions(options.reduce_dtype, options.predivide, options.bucket_bytes)
+
+
 # --- what options say of one call -----------------------------------------------------------------
 
 
