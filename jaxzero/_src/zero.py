@@ -16,11 +16,11 @@ from .analysis.memory import Memory
 from .analysis.plan import Plan
 from .analysis.verify import Verification
 from .comm import placement
-from .fsdp import init as fsdp_init
-from .fsdp import observe as fsdp_observe
-from .gradients import forward as gradients_forward
-from .gradients import value_and_grad as gradients_value_and_grad
+from .fsdp.init import init_sharded
+from .fsdp.observe import observe
 from .gradients.checks import GradOptions
+from .gradients.forward import forward
+from .gradients.value_and_grad import value_and_grad
 from .optimizer import checks, wrapper
 from .sharding.options import Options, require_observed
 
@@ -155,7 +155,7 @@ class Zero(Options):
           >>> params["w"].sharding.is_fully_replicated
           True
         """
-        return fsdp_init.init_sharded(self, init_fn, *args)
+        return init_sharded(self, init_fn, *args)
 
     def shard(self, params: Any) -> Any:
         """Parameters as they rest between steps: whole on every device; at stage 3 each leaf split.
@@ -277,7 +277,7 @@ class Zero(Options):
           >>> zero.shard(jnp.ones((3, 16, 16))).addressable_shards[0].data.shape
           (3, 2, 16)
         """
-        observed, stacked = fsdp_observe.observe(self, loss_fn, params, batch, _positions(whole_argnums))
+        observed, stacked = observe(self, loss_fn, params, batch, _positions(whole_argnums))
         return dataclasses.replace(self, stacked=stacked, observed=observed)
 
     def value_and_grad(
@@ -339,9 +339,7 @@ class Zero(Options):
         how = GradOptions(bool(has_aux), accumulate, jnp.dtype(accumulate_dtype), sync, bool(weighted))
         how.check("value_and_grad", self.stage)
         require_observed(self, "value_and_grad")
-        return gradients_value_and_grad.value_and_grad(
-            self._options, loss_fn, how, _positions(whole_argnums), bool(fold_keys)
-        )
+        return value_and_grad(self._options, loss_fn, how, _positions(whole_argnums), bool(fold_keys))
 
     def forward(
         self,
@@ -377,7 +375,7 @@ class Zero(Options):
           >>> logits.shape, float(logits.sum())
           ((16, 3), 240.0)
         """
-        return gradients_forward.forward(self._options, fn, _positions(whole_argnums), bool(fold_keys))
+        return forward(self._options, fn, _positions(whole_argnums), bool(fold_keys))
 
     @property
     def _options(self) -> Options:

@@ -1,4 +1,4 @@
-"""Which gather waits for what: the pure plan, and the plan of a scanned model with tied embeddings."""
+"""Which gather waits for what: of given uses, and in a scanned model with tied embeddings."""
 
 import jax
 import jax.numpy as jnp
@@ -6,23 +6,22 @@ import pytest
 from jax.extend.core import Literal
 
 import jaxzero
-from jaxzero._src.fsdp import schedule
-from jaxzero._src.fsdp.gathers import GatheredParam, gathers
+from jaxzero._src.fsdp.gathers import GatheredParam, assign_gathers
+from jaxzero._src.fsdp.schedule import schedule_gathers
 from jaxzero._src.jaxpr import trace
 from jaxzero._src.jaxpr.calls import nbytes
 from jaxzero._src.jaxpr.flat import Var, flatten
 from jaxzero._src.sharding.layout import even_split
-from jaxzero._src.sharding.options import Options
+from jaxzero._src.sharding.options import GatherOptions
 
 F32 = jnp.dtype("float32")
 A, B, C = (GatheredParam(Var(jax.ShapeDtypeStruct((1024, 1024), F32)), F32) for _ in range(3))
 
 
 def ties(uses, prefetch, scans=()):
-    slots, _ = gathers(
-        uses, dict.fromkeys((A, B, C), 4 * 2**20), [None] * 99, 99, Options(prefetch=prefetch), dict(scans)
-    )
-    return [slot.wait_for_step for slot in slots]
+    sizes = dict.fromkeys((A, B, C), 4 * 2**20)
+    gathers, _ = assign_gathers(uses, sizes, [None] * 99, 99, GatherOptions(prefetch=prefetch), dict(scans))
+    return [gather.wait_for_step for gather in gathers]
 
 
 @pytest.mark.parametrize(
@@ -42,32 +41,32 @@ def test_no_gather_runs_ahead_of_a_scan_that_gathers(prefetch):
     assert ties([(1, A), (3, B), (9, A)], prefetch, {0: 1})[1:] == ties([(1, A), (3, B), (9, A)], prefetch)[1:]
 
 
-def test_the_logits_of_a_scanned_model_wait_for_its_blocks(mesh8):
+def test_the_logits_of_a_scanned_model_wait_for_its_blocks():
     def loss(p, x):
         y, _ = jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), p["wte"][x], p["blocks"])
         return jnp.mean(jnp.tanh(y) @ p["wte"].T)
 
     width = 512
     params = {"wte": jnp.zeros((1024, width)), "blocks": jnp.zeros((3, width, width))}
-    zero = jaxzero.Zero(mesh8, stage=3, chunk_bytes=2**16, persist_bytes=0).observe(loss, params, jnp.zeros(16, int))
     program = trace.trace(loss, params, jnp.zeros(2, int))
     flat = flatten(program.jaxpr)
     lead = {"blocks": 1, "wte": 0}
     layouts = {v: even_split(v.aval.shape, 8, lead[name]) for v, name in zip(flat.inputs, sorted(params), strict=False)}
-    plan = schedule.plan(flat, layouts, {}, {}, zero)
-    (scan,) = [i for i, step in enumerate(flat.steps) if step in plan.scans]
-    embedding, logits = (s for s in plan.slots if nbytes(s.units[0].source.aval.shape, F32) == 4 * 1024 * width)
+    schedule = schedule_gathers(flat, layouts, {}, GatherOptions(chunk_bytes=2**16, persist_bytes=0))
+    (scan,) = [i for i, step in enumerate(schedule.flat.steps) if step in schedule.scans]
+    large = lambda gather: nbytes(gather.params[0].source.aval.shape, F32) == 4 * 1024 * width
+    embedding, logits = filter(large, schedule.gathers)
     assert embedding.step < scan < logits.wait_for_step <= logits.step
 
 
 @pytest.mark.parametrize(("prefetch", "gathers_of_a"), [(0, 2), (1, 1)])
 def test_with_no_prefetch_nothing_stays_whole_from_forward_to_backward(prefetch, gathers_of_a):
-    slots, uses = gathers(
-        [(1, A), (3, A), (4, A)], {A: 4 * 2**20}, [None] * 9, 2, Options(prefetch=prefetch), {}
-    )  # the forward pass ends at step 2
-    assert len(slots) == gathers_of_a
-    assert uses[3][A] is uses[4][A] is slots[-1]
-    assert slots[-1].late is (prefetch == 0)
+    """The forward pass ends at step 2."""
+    uses, options = [(1, A), (3, A), (4, A)], GatherOptions(prefetch=prefetch)
+    gathers, served_by = assign_gathers(uses, {A: 4 * 2**20}, [None] * 9, 2, options, {})
+    assert len(gathers) == gathers_of_a
+    assert served_by[3][A] is served_by[4][A] is gathers[-1]
+    assert gathers[-1].in_backward is (prefetch == 0)
 
 
 def test_a_large_array_of_constants_is_made_after_the_forward_pass(mesh8):

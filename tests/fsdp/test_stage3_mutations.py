@@ -14,8 +14,9 @@ from jax import lax
 from mutating import clear, mutated, no_reduction, rotated, scaled
 
 from jaxzero._src.comm.reduce import GradReducer
-from jaxzero._src.fsdp import gathers, gradient_terms
-from jaxzero._src.fsdp.evaluate import _Evaluation
+from jaxzero._src.fsdp import schedule
+from jaxzero._src.fsdp.evaluate import _Evaluation, _Gathers, _Gradients
+from jaxzero._src.fsdp.gathers import Gather, GatheredParam
 from jaxzero._src.fsdp.views import View
 
 pytestmark = pytest.mark.grid(5)
@@ -200,17 +201,18 @@ def test_dirty_padding_of_gradients_shows(monkeypatch):
         compare_gradients("8", "default")
 
 
-def other_unit(f):
+def other_param(f):
     """A gather brings another parameter of the same layout."""
 
-    def wrong(self, slot):
-        layouts = self.plan.layouts
+    def wrong(self, gather):
+        layouts = self.schedule.layouts
 
-        def other(unit):
-            alike = [v for v in layouts if layouts[v] == layouts[unit.source]]
-            return gathers.GatheredParam(alike[alike.index(unit.source) - 1], unit.dtype)
+        def other(param):
+            alike = [v for v in layouts if layouts[v] == layouts[param.source]]
+            return GatheredParam(alike[alike.index(param.source) - 1], param.dtype)
 
-        return f(self, gathers.Gather([other(u) for u in slot.units], slot.step, slot.large, slot.late))
+        params = [other(param) for param in gather.params]
+        return f(self, Gather(params, gather.step, gather.large, gather.in_backward))
 
     return wrong
 
@@ -220,7 +222,7 @@ def other_unit(f):
 def test_gather_of_another_parameter_shows(monkeypatch, options, compare):
     """`first` and `second` have one shape."""
     compare("8", options)
-    with patched(monkeypatch, _Evaluation, "_shares", other_unit), pytest.raises(AssertionError):
+    with patched(monkeypatch, _Gathers, "operands", other_param), pytest.raises(AssertionError):
         compare("8", options)
 
 
@@ -266,7 +268,7 @@ def dropped_term(which):
 @pytest.mark.parametrize("which", [0, 1, -1])
 def test_dropped_term_of_a_gradient_shows(monkeypatch, options, which):
     compare_gradients("3", options)
-    with patched(monkeypatch, gradient_terms, "find", dropped_term(which)), pytest.raises(AssertionError):
+    with patched(monkeypatch, schedule, "find_terms", dropped_term(which)), pytest.raises(AssertionError):
         compare_gradients("3", options)
 
 
@@ -274,14 +276,14 @@ def last_term(f):
     """Of several terms the last one stays instead of their sum."""
 
     def wrong(self, position, x):
-        self.grads[position] = x
+        self.shares[position] = x
 
     return wrong
 
 
 def test_terms_that_are_not_added_show(monkeypatch):
     compare_gradients("8", "alone")
-    with patched(monkeypatch, _Evaluation, "_add", last_term), pytest.raises(AssertionError):
+    with patched(monkeypatch, _Gradients, "add_share", last_term), pytest.raises(AssertionError):
         compare_gradients("8", "alone")
 
 
@@ -289,9 +291,9 @@ def one_layer(f):
     """The gradient of a stack is that of its first layer, in every layer."""
 
     def wrong(self, step, ins):
-        outs, scan = f(self, step, ins), self.plan.scans[step]
-        for position in scan.sunk.values():
-            self.grads[position] = jnp.broadcast_to(self.grads[position][:1], self.grads[position].shape)
+        outs, shares = f(self, step, ins), self.gradients.shares
+        for position in self.schedule.scans[step].stacked_grads.values():
+            shares[position] = jnp.broadcast_to(shares[position][:1], shares[position].shape)
         return outs
 
     return wrong
@@ -308,8 +310,8 @@ def test_a_stack_that_is_scanned_backwards_shows(monkeypatch):
 
     def backwards(f):
         def wrong(self, step, ins):
-            scan = self.plan.scans[step]
-            ins = [x[::-1] if i in scan.sliced else x for i, x in enumerate(ins)]
+            scan = self.schedule.scans[step]
+            ins = [x[::-1] if i in scan.scanned_params else x for i, x in enumerate(ins)]
             return f(self, step, ins)
 
         return wrong

@@ -1,6 +1,5 @@
 """How the leaves of a plan travel: who shares a bucket or a chunk, and what one step sends."""
 
-import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -12,17 +11,17 @@ from ..comm import collectives, placement
 from ..comm.reduce import GradReducer
 from ..fsdp.observe import Loss
 from ..fsdp.schedule import Schedule
-from ..gradients import call
+from ..gradients.call import CallSpec, compiled_per_call
 from ..gradients.checks import GradOptions
-from ..gradients.program import GradientProgram, SplitProgram
-from ..gradients.value_and_grad import Gradient
+from ..gradients.program import param_inputs
+from ..gradients.value_and_grad import mean_gradient
 from ..jaxpr import collectives as jaxpr_collectives
 from ..jaxpr.flat import Var
 from ..optimizer import wrapper
 from ..sharding.axes import Axes
 from ..sharding.layout import Layout
 from ..sharding.leaves import Leaf, Leaves
-from ..sharding.options import Options, resolve_axes
+from ..sharding.options import Options, reduce_options, resolve_axes
 from . import default_loss
 
 CALL = "plan"
@@ -45,7 +44,7 @@ def buckets(options: Options, leaves: Leaves, axes: Axes) -> dict[Any, int]:
     if options.stage == 3:
         return {}
     moving = [leaf for leaf in leaves.leaves if leaf.trainable and (options.stage == 1 or leaf.layout)]
-    wire = GradReducer(axes, options).wire
+    wire = GradReducer(axes, reduce_options(options)).wire
     values = [jax.ShapeDtypeStruct(leaf.shape, wire(leaf.dtype)) for leaf in moving]
     layouts = [
         leaf.cut if options.stage == 2 else Layout(leaf.shape, 1, "flat", other_axes=leaf.other_axes) for leaf in moving
@@ -57,30 +56,27 @@ def buckets(options: Options, leaves: Leaves, axes: Axes) -> dict[Any, int]:
     return {moving[i - first].path: number for number, group in enumerate(groups) for i in group if i >= first}
 
 
-def chunks(program: SplitProgram, leaves: Leaves) -> dict[Any, int]:
-    """Key path -> number of the gather that brings it to its first use."""
-    first = len(program.consts)
-    inputs = program.plan.flat.inputs[first : first + len(leaves.leaves)]
-    held = dict(zip(inputs, leaves.leaves, strict=True))
+def chunks(schedule: Schedule, held: dict[Var, Leaf]) -> dict[Any, int]:
+    """Key path -> number of the gather that brings it to its first use; `held`: input -> the leaf that it holds."""
     out: dict[Any, int] = {}
-    for number, members in enumerate(_gathered(program.plan, held)):
+    for number, members in enumerate(_gathered(schedule, held)):
         for leaf in members:
             out.setdefault(leaf.path, number)
     order = {number: i for i, number in enumerate(sorted(set(out.values())))}
     return {path: order[number] for path, number in out.items()}
 
 
-def _gathered(plan: Schedule, held: dict[Var, Leaf]) -> Iterator[list[Leaf]]:
+def _gathered(schedule: Schedule, held: dict[Var, Leaf]) -> Iterator[list[Leaf]]:
     """The leaves that each gather brings, in order; those in a scan's body in the place of the scan."""
-    after = {number: step for number, step in enumerate(plan.flat.steps) if step in plan.scans}
+    after = {number: step for number, step in enumerate(schedule.flat.steps) if step in schedule.scans}
     done = 0
-    for number in range(len(plan.flat.steps) + 1):
-        while done < len(plan.slots) and plan.slots[done].step <= number:
-            yield [held[u.source] for u in plan.slots[done].units]
+    for number in range(len(schedule.flat.steps) + 1):
+        while done < len(schedule.gathers) and schedule.gathers[done].step <= number:
+            yield [held[p.source] for p in schedule.gathers[done].params]
             done += 1
         if number in after:
-            scan = plan.scans[after[number]]
-            inner = {v: held[outer] for v, outer in scan.outer.items()}
+            scan = schedule.scans[after[number]]
+            inner = {v: held[outer] for v, outer in scan.outer_param_of.items()}
             yield from _gathered(scan.body, inner)
 
 
@@ -91,18 +87,6 @@ def at_rest(options: Options, leaves: Leaves) -> Any:
     """Abstract parameters as they rest between steps."""
     whole = leaves.unflatten([jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves.leaves])
     return jax.eval_shape(lambda p: placement.shard(options, p, CALL), whole)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Watched(Gradient):
-    """A gradient that shows its program: when what is gathered (stage 3)."""
-
-    seen: list[SplitProgram]
-
-    def program(self, arrays: Sequence[Any]) -> GradientProgram:
-        """The program, as always."""
-        self.seen[:] = [program := super().program(arrays)]
-        return program
 
 
 def trace(
@@ -120,9 +104,16 @@ def trace(
     Returns:
       What each device sends, by phase, axes and kind; the chunk of each key path, at stage 3.
     """
-    loss, seen = loss_of(options, leaves, how), []  # type: Loss, list[SplitProgram]
-    run = lambda setting, params, arrays: _Watched(loss.fn, how, setting, seen)(params, arrays)
-    grad_fn = call.wrap(CALL, options, loss.whole_argnums, True, run, how.accumulate)
+    loss = loss_of(options, leaves, how)
+    gathered_by: dict[Any, int] = {}
+
+    def run(spec: CallSpec, params: Sequence[jax.Array], arrays: Sequence[jax.Array]) -> Any:
+        watch = lambda program, schedule: gathered_by.update(
+            chunks(schedule, dict(zip(param_inputs(spec, program, schedule.flat), leaves.leaves, strict=True)))
+        )
+        return mean_gradient(loss.fn, how, spec, params, arrays, watch)
+
+    grad_fn = compiled_per_call(CALL, options, loss.whole_argnums, True, run, how.accumulate)
     backward, (_, grads) = jax.make_jaxpr(grad_fn, return_shape=True)(resting, *loss.batch)
     tx: Any = wrapper.wrap(options, optax.sgd(0.0) if inner is None else inner, False)
     apply = lambda g, s, p: tx.calls.apply(g, s, p, {})
@@ -131,4 +122,4 @@ def trace(
     traffic = jaxpr_collectives.total("gradient", backward.jaxpr, sizes) + jaxpr_collectives.total(
         "update", update.jaxpr, sizes
     )
-    return traffic, chunks(seen[0], leaves) if seen else {}
+    return traffic, gathered_by

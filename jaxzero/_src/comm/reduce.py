@@ -1,22 +1,23 @@
 """Local gradients become the mean over all devices: the one place that divides.
 
 Every function runs inside a manual region. A gradient here is that of the *local* loss, the mean over
-this device's examples of one micro-step. It is summed over the shard axis (the first hop), over
-micro-steps, over the replica axis (the second hop), and divided once, by `n * r * steps` or by the total
-weight.
+this device's examples of one microbatch. It is summed over the shard axis (`reduce_scatter`), over
+microbatches, over the replica axis (`all_reduce_replicas`), and divided once, by `n * r * steps` or by the
+total weight.
 """
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
+from .._positions import replace_at
 from ..sharding.axes import Axes
 from ..sharding.layout import Layout, OtherAxes
-from ..sharding.options import Options
+from ..sharding.options import Options, ReduceOptions, reduce_options
 from ..sharding.vma import cast
 from . import collectives
 
@@ -24,17 +25,36 @@ Array = jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
+class Summand:
+    """One array of this device that becomes a mean over all devices.
+
+    Attributes:
+      value: The array: whole, or with a layout this device's share of a sum over the shard axis.
+      dtype: The dtype of the mean.
+      layout: The layout of the share; `None` for a whole array.
+      weight: The total weight, which divides in the place of the count.
+      other_axes: The other mesh axes that shard each dimension of a whole array.
+    """
+
+    value: Array
+    dtype: DTypeLike
+    layout: Layout | None = None
+    weight: Array | None = None
+    other_axes: OtherAxes = ()
+
+
+@dataclasses.dataclass(frozen=True)
 class GradReducer:
-    """How sums over devices and micro-steps become means.
+    """How sums over devices and microbatches become means.
 
     Attributes:
       axes: The mesh axes.
-      options: `reduce_dtype`, `predivide` and `bucket_bytes` are read.
-      steps: The number of micro-steps that are summed.
+      options: Dtype, divisor and buckets of the sums.
+      steps: The number of microbatches that are summed.
     """
 
     axes: Axes
-    options: Options
+    options: ReduceOptions
     steps: int = 1
 
     @property
@@ -42,29 +62,29 @@ class GradReducer:
         """How many local means are summed."""
         return self.axes.n * self.axes.r * self.steps
 
-    def wire(self, dtype: Any) -> Any:
+    def wire(self, dtype: DTypeLike) -> jnp.dtype:
         """The dtype in which values of `dtype` are summed."""
         return wire_dtype(dtype, self.options.reduce_dtype)
 
-    def before(self, wire: Any) -> float:
-        """What values are divided by before they are summed in the dtype `wire`; what is left comes after.
+    def before(self, wire: DTypeLike) -> float:
+        """The divisor of values that are summed in the dtype `wire`, before the sum; the rest divides after it.
 
-        Unless the user says so: all of it for a narrow dtype, whose sum could overflow, and nothing for others.
+        By default it is the whole count for a narrow dtype, whose sum could overflow, and 1 for others.
         """
         if self.options.predivide is not None:
             return self.options.predivide
         return self.count if _narrow(wire) else 1
 
-    def send(self, x: Array, dtype: Any = None) -> Array:
-        """To the wire of `dtype` (its own)."""
+    def send(self, x: Array, dtype: DTypeLike | None = None) -> Array:
+        """`x` in the dtype in which values of `dtype` (its own by default) are summed, divided by `before`."""
         wire = self.wire(x.dtype if dtype is None else dtype)
         divisor = self.before(wire)
         if divisor != 1:
             x = x.astype(jnp.promote_types(x.dtype, wire)) / divisor
         return x.astype(wire)
 
-    def receive(self, x: Array, dtype: Any, weight: Array | None = None) -> Array:
-        """A sum of what `send` sent, divided by the rest of the count or of the total weight, in `dtype` again."""
+    def receive(self, x: Array, dtype: DTypeLike, weight: Array | None = None) -> Array:
+        """A sum of results of `send`, divided by the rest of the count or by the total weight, in `dtype`."""
         before = self.before(self.wire(dtype))
         x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
         if weight is None:
@@ -73,42 +93,55 @@ class GradReducer:
         mean = (x if before == 1 else x * before) / jnp.where(total == 0, 1, total)
         return jnp.where(total == 0, jnp.zeros_like(mean), mean).astype(dtype)
 
-    def reduce_scatter_shares(self, local: Sequence[Array], layouts: Sequence[Layout]) -> list[Array]:
-        """Full local gradients -> this device's share of their sum over the shard axis (reduce-scatter)."""
+    def reduce_scatter(self, local: Sequence[Array], layouts: Sequence[Layout]) -> list[Array]:
+        """This device's share of the sum over the shard axis of whole local gradients (reduce-scatter)."""
         sent = [self.send(x) for x in local]
         return collectives.reduce_scatter(sent, layouts, self.axes.hops, bucket_bytes=self.options.bucket_bytes)
 
-    def all_reduce_replicas(
-        self, shares: Sequence[Array], layouts: Sequence[Layout], dtypes: Sequence[Any], weight: Array | None = None
-    ) -> list[Array]:
-        """Shares that are sums over the shard axis -> the mean: one all-reduce over the replica axis."""
-        if self.axes.replica:
-            # Sums over micro-steps may be wider than the wire.
-            shares = [x.astype(self.wire(dtype)) for x, dtype in zip(shares, dtypes, strict=True)]
-            shares = self._sum(shares, self.axes.replica, [layout.other_axes for layout in layouts])
-        return [self.receive(x, dtype, weight) for x, dtype in zip(shares, dtypes, strict=True)]
-
     def all_reduce_then_slice(self, local: Sequence[Array], layouts: Sequence[Layout]) -> list[Array]:
-        """The first hop of stage 1: an all-reduce over the shard axis, then a slice."""
+        """The same as `reduce_scatter`, at stage 1: an all-reduce over the shard axis, then a slice."""
         sent = [self.send(x) for x in local]
         whole = self._sum(sent, self.axes.shard, [layout.other_axes for layout in layouts])
         index = lax.axis_index(self.axes.shard)
         return [collectives.share(x, layout, index) for x, layout in zip(whole, layouts, strict=True)]
 
-    def whole(
-        self,
-        local: Sequence[Array],
-        dtypes: Sequence[Any],
-        weights: Sequence[Array | None] | None = None,
-        other_axes: Sequence[OtherAxes] | None = None,
+    def all_reduce_replicas(
+        self, shares: Sequence[Array], layouts: Sequence[Layout], dtypes: Sequence[DTypeLike], weight: Array | None
     ) -> list[Array]:
-        """The mean over devices of local values; every device gets all of it (one all-reduce per bucket)."""
-        weights = [None] * len(local) if weights is None else weights
-        sent = [self.send(x, dtype) for x, dtype in zip(local, dtypes, strict=True)]
-        done = self._sum(sent, self.axes.every, other_axes)
-        return [self.receive(x, dtype, w) for x, dtype, w in zip(done, dtypes, weights, strict=True)]
+        """Means from shares of sums over the shard axis: one all-reduce over the replica axis, and the division."""
+        if self.axes.replica:
+            # Sums over microbatches may be wider than the wire.
+            shares = [x.astype(self.wire(dtype)) for x, dtype in zip(shares, dtypes, strict=True)]
+            shares = self._sum(shares, self.axes.replica, [layout.other_axes for layout in layouts])
+        return [self.receive(x, dtype, weight) for x, dtype in zip(shares, dtypes, strict=True)]
 
-    def _sum(self, sent: Sequence[Array], axes: tuple[str, ...], other_axes: Sequence[OtherAxes] | None) -> list[Array]:
+    def all_reduce(self, local: Sequence[Summand]) -> list[Array]:
+        """The means over devices of whole local values, equal on every device (one all-reduce per bucket)."""
+        sent = [self.send(x.value, x.dtype) for x in local]
+        done = self._sum(sent, self.axes.every, [x.other_axes for x in local])
+        return [self.receive(x, s.dtype, s.weight) for x, s in zip(done, local, strict=True)]
+
+    def finish(self, summands: Sequence[Summand], vary: Callable[[Array], Array]) -> list[Array]:
+        """The means of everything that leaves a loss, in order.
+
+        Args:
+          summands: Shares, all with one weight, and whole arrays.
+          vary: Types a whole array as different on every device.
+
+        Returns:
+          The mean of a share is a share, that of a whole array is whole.
+        """
+        cut = [i for i, s in enumerate(summands) if s.layout is not None]
+        whole = [i for i, s in enumerate(summands) if s.layout is None]
+        layouts = [layout for s in summands if (layout := s.layout) is not None]
+        weight = summands[cut[0]].weight if cut else None
+        shares = self.all_reduce_replicas(
+            [summands[i].value for i in cut], layouts, [summands[i].dtype for i in cut], weight
+        )
+        means = self.all_reduce([dataclasses.replace(summands[i], value=vary(summands[i].value)) for i in whole])
+        return replace_at([s.value for s in summands], [*cut, *whole], [*shares, *means])
+
+    def _sum(self, sent: Sequence[Array], axes: tuple[str, ...], other_axes: Sequence[OtherAxes]) -> list[Array]:
         return collectives.all_reduce(sent, axes, bucket_bytes=self.options.bucket_bytes, other_axes=other_axes)
 
     def total(self, weight: Array) -> Array:
@@ -117,8 +150,8 @@ class GradReducer:
         return lax.psum(cast(wide, self.axes.every), self.axes.every)
 
 
-def wire_dtype(dtype: Any, reduce_dtype: Any) -> Any:
-    """The dtype in which gradients of `dtype` are summed: float32 unless wider, or as asked for."""
+def wire_dtype(dtype: DTypeLike, reduce_dtype: DTypeLike | None) -> jnp.dtype:
+    """The dtype in which gradients of `dtype` are summed: `reduce_dtype`, or else at least float32."""
     if jnp.issubdtype(dtype, jnp.complexfloating):
         return jnp.dtype(dtype)
     if reduce_dtype is not None:
@@ -127,20 +160,21 @@ def wire_dtype(dtype: Any, reduce_dtype: Any) -> Any:
 
 
 def mean_shares(local: Sequence[Array], layouts: Sequence[Layout], axes: Axes, options: Options) -> list[Array]:
-    """The mean over devices of full local gradients; each device keeps its share.
+    """The mean over devices of whole local gradients; each device keeps its share.
 
     Stage 1 all-reduces and slices, stages 2 and 3 reduce-scatter over the shard axis; then comes one
     all-reduce of the share over the replica axis.
     """
-    mean = GradReducer(axes, options)
-    first = mean.all_reduce_then_slice if options.stage == 1 else mean.reduce_scatter_shares
-    return mean.all_reduce_replicas(first(local, layouts), layouts, [x.dtype for x in local])
+    reducer = GradReducer(axes, reduce_options(options))
+    first = reducer.all_reduce_then_slice if options.stage == 1 else reducer.reduce_scatter
+    return reducer.all_reduce_replicas(first(local, layouts), layouts, [x.dtype for x in local], None)
 
 
 def mean_whole(local: Sequence[Array], other_axes: Sequence[OtherAxes], axes: Axes, options: Options) -> list[Array]:
-    """The mean over devices of local values; every device gets all of it."""
-    return GradReducer(axes, options).whole(local, [x.dtype for x in local], other_axes=other_axes)
+    """The mean over devices of local values, equal on every device."""
+    summands = [Summand(x, x.dtype, other_axes=others) for x, others in zip(local, other_axes, strict=True)]
+    return GradReducer(axes, reduce_options(options)).all_reduce(summands)
 
 
-def _narrow(dtype: Any) -> bool:
+def _narrow(dtype: DTypeLike) -> bool:
     return jnp.dtype(dtype).itemsize < 4

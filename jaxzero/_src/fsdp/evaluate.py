@@ -1,310 +1,358 @@
-"""Stage 3: a gradient program evaluated over parameters that are gathered where they meet data.
+"""Stage 3: a gradient program evaluated on shares of the parameters, which are gathered where they meet data.
 
-The loss is differentiated once, at full shapes and outside any manual region; what is evaluated here, on
-each device, is the resulting program. So every use of a parameter, forward or backward, is just a use.
+The loss is differentiated once, at full shapes and outside any manual region; the resulting program is evaluated
+here, on each device, step by step as its schedule says. So every use of a parameter, forward or backward, is just a
+use. One step of `x @ w`, with `w` of shape (4096, 1024) over 8 devices:
+
+    1. The step's data `x` and the shares (512, 1024) of the gathers that are tied to the step enter one barrier: these
+       gathers cannot start before `x` is there. Gradients that were in reduction long enough enter it too.
+    2. `w` is read: its gather, whose shares left an earlier barrier, gives (4096, 1024).
+    3. The step is computed.
+    4. If the result is a term of a gradient, a reduce-scatter makes a share (512, 1024) of it at once.
+
+A barrier is `lax.optimization_barrier`: its results depend on all of its operands, so the compiler cannot move what
+reads a result before what makes an operand. Every result of a barrier is used: else the compiler drops it.
 """
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import ArrayLike
 
+from .._positions import replace_at
 from ..comm import collectives
 from ..comm.reduce import GradReducer
-from ..jaxpr.bind import bind
+from ..jaxpr.calls import scan_options
 from ..jaxpr.compat import scan_parts
-from ..jaxpr.flat import Known, Step, Var
+from ..jaxpr.flat import Atom, Known, Step, Var
+from ..sharding.axes import Axes
 from ..sharding.host import on_host, to_device
 from ..sharding.leaves import is_key
-from ..sharding.vma import cast
-from . import gradient_terms, varying
 from .gathers import Gather, GatheredParam
-from .schedule import Scan, Schedule
+from .schedule import NodeShard, ScanSchedule, Schedule
+from .varying import Vary, evaluate_equation
+
+Array = jax.Array
+NodeShards = dict[NodeShard, Array]
+#: A result of a step, or `None` for a view, which is not computed where it stands.
+Result = Array | None
+T = TypeVar("T")
 
 
 def evaluate(
-    schedule: Schedule, args: Sequence[Any], mean: GradReducer, typed: bool
-) -> tuple[list[Any], dict[int, Any]]:
-    """Runs a planned program on one device.
+    schedule: Schedule, args: Sequence[ArrayLike], reducer: GradReducer, vary: Vary
+) -> tuple[list[Result], dict[int, Array]]:
+    """Evaluates a scheduled program on one device.
 
     Args:
-      schedule: The plan.
-      args: One array per input; this device's share where the plan says so.
-      mean: How gradients are sent, and over which axes.
-      typed: Whether the region checks types: then every value is typed as varying over all axes.
+      schedule: The schedule.
+      args: One array per input; this device's share where the schedule has a layout.
+      reducer: In which dtype gradients are summed, and over which axes.
+      vary: Types a value as varying over all axes; `unchecked` in a region without types.
 
     Returns:
       The results (`None` for gradients and views), and the gradients: sums over the shard axis of this
       device's share, by position; a gradient that is zero is missing.
     """
-    return _Evaluation(schedule, args, mean, typed, {}).run()
+    evaluation = _Evaluation(schedule, args, reducer, vary, {})
+    return evaluation.run(), evaluation.gradients.shares
 
 
-class _Evaluation:
+class _Gathers:
+    """The parameters of one program on one device.
+
+    Attributes:
+      shares: Input -> this device's share.
+      prefetched: Gather -> its shares, from a barrier with the data for which they wait.
+      whole: Gather -> the gathered parameters, until no step reads them any more.
+      node_shards: The `1/k` of parameters that this device fetched from other nodes (`regather="local"`).
+    """
+
     def __init__(
-        self,
-        schedule: Schedule,
-        args: Sequence[Any],
-        mean: GradReducer,
-        typed: bool,
-        node_shards: dict[GatheredParam, Any],
+        self, schedule: Schedule, shares: Mapping[Var, Array], axes: Axes, vary: Vary, node_shards: NodeShards
     ) -> None:
-        self.plan, self.mean, self.axes, self.typed = schedule, mean, mean.axes, typed
-        self.local_again = mean.options.regather == "local" and len(mean.axes.hops) > 1
-        # What the backward pass gathers from inside its node: of one layer, and of all layers of a scan.
-        self.node_shards = {u: x for u, x in node_shards.items() if x.ndim == len(self.axes.hops) + 1}
-        self.stacked = {u: x for u, x in node_shards.items() if u not in self.node_shards}
-        self.intra_node: set[Gather] = set()
-        values = [self._type(x) for x in args]
-        self.env: dict[Var, Any] = dict(zip(schedule.flat.inputs, values, strict=True))
-        self.wait_for_step: dict[Gather, list[Any]] = {}
-        self.whole: dict[Gather, dict[GatheredParam, Any]] = {}
-        self.grads: dict[int, Any] = {}
-        self.local: dict[int, Any] = {}
-        self.left = dict(schedule.sinks.count)
-        self.in_flight: list[int] = []
-        self.fresh: list[int] = []
-        self.zeros: set[Any] = set()
+        self.schedule, self.axes, self.vary = schedule, axes, vary
+        self.shares = shares
+        self.prefetched: dict[Gather, list[Array]] = {}
+        self.whole: dict[Gather, dict[GatheredParam, Array]] = {}
+        self.node_shards = node_shards
 
-    def run(self) -> tuple[list[Any], dict[int, Any]]:
-        flat, plan = self.plan.flat, self.plan
-        ties: dict[int, list[Gather]] = {}
-        for slot in plan.slots:
-            if slot.wait_for_step is not None:
-                ties.setdefault(slot.wait_for_step, []).append(slot)
-        for position, x in plan.sinks.constants:
-            self._reduce([position], [self._type(jnp.asarray(x))])
-        for v in flat.inputs:
-            self._absorb(v)
-        for number, step in enumerate(flat.steps):
-            if plan.passive(step):
-                continue
-            ins = self._operands(step, ties.get(number, ()))
-            ins = self._with_views(number, step, ins)
-            if step in plan.fills:
-                end = plan.fills[step]
-                (self.env[end],), ins = _barrier([self.env[end]], [self._type(jnp.asarray(x)) for x in ins])
-            self._results(step, self._compute(step, ins))
-        outs = []
-        for i, x in enumerate(flat.outs):
-            outs.append(None if i in plan.grads or i in plan.lazy else self._read(len(flat.steps), x))
-        for v in [v for v in plan.sinks.terms if v in plan.views]:
-            self.env[v] = self._read(len(flat.steps), v)
-            self._absorb(v, late=True)
-        # The last ones have nothing after them to land before. Where a reduction is an all-reduce and a cut, as on TPU,
-        # the cut would be fused into the optimizer's step, and the whole sum kept until then.
-        self.grads.update((p, lax.optimization_barrier(self.grads[p])) for p in dict.fromkeys(self.in_flight))
-        return outs, self.grads
-
-    # --- operands ---
-
-    def _type(self, x: Any) -> Any:
-        return cast(x, self.axes.every) if self.typed else x
-
-    def _operands(self, step: Step, slots: Sequence[Gather]) -> list[Any]:
-        """The data of a step, in one barrier with what has to wait for it or to be over before it.
-
-        The shares of `slots` wait for the data. Whole gradients on their way land before the next is made, and
-        small ones are made, so that they do not hold what they are made from. All results of the barrier are
-        used: else it would be dropped.
-        """
-        known = lambda x: x.value if isinstance(x, Known) else None if x in self.plan.views else self.env[x]
-        ins: list[Any] = [known(x) for x in step.ins]
-        makes, use = step in self.plan.makers, self.plan.makers.get(step)
-        shares = [self._shares(slot) for slot in slots]
-        if any(map(_can_wait, ins)) and (makes or any(shares)):
-            zeros = {i: x.aval for i, x in enumerate(step.ins) if makes and x in self.zeros and isinstance(x, Var)}
-            starts = [self._type(jnp.zeros((), aval.dtype)) for aval in zeros.values()]
-            before = [v for v in (use.outs if use else ()) if v in self.env]
-            data = [*(None if i in zeros else x for i, x in enumerate(ins)), *(self.env[v] for v in before)]
-            data, (shares, starts) = self._settle(data, (shares, starts), self.plan.in_flight)
-            self.env.update(zip(before, data[len(ins) :], strict=True))
-            ins = data[: len(ins)]
-            for (i, aval), x in zip(zeros.items(), starts, strict=True):
-                ins[i] = jnp.full(aval.shape, x)
-        self.wait_for_step.update(zip(slots, shares, strict=True))
-        return ins
-
-    def _settle(self, data: Sequence[Any], later: Any, in_flight: int) -> tuple[list[Any], Any]:
-        """A barrier: `later` waits for `data`, and both for all gradients but the last `flying` that are whole."""
-        count = max(len(self.in_flight) - in_flight, 0)
-        landed = list(dict.fromkeys(self.in_flight[:count]))
-        made = [p for p in dict.fromkeys(self.fresh) if p in self.local]
-        self.in_flight, self.fresh = self.in_flight[count:], []
-        gradients = [self.grads[p] for p in landed], [self.local[p] for p in made]
-        out, (later, (shares, sums)) = _barrier(data, (later, gradients))
-        self.grads.update(zip(landed, shares, strict=True))
-        self.local.update(zip(made, sums, strict=True))
-        return out, later
-
-    def _shares(self, slot: Gather) -> list[Any]:
-        if slot.late and all(u in self.node_shards for u in slot.units):
-            self.intra_node.add(slot)
-            return [self.node_shards[u] for u in slot.units]
-        shares = [(self.env[u.source], u.dtype) for u in slot.units]
+    def operands(self, gather: Gather) -> list[Array]:
+        """The arrays from which a gather starts."""
+        if gather.intra_node:
+            return [self.node_shards[p, 0] for p in gather.params]
+        shares = [(self.shares[p.source], p.dtype) for p in gather.params]
         # One on the host waits there, as it is.
         return [x if on_host(x) else lax.convert_element_type(x, dtype) for x, dtype in shares]
 
-    def _gathered(self, number: int, unit: GatheredParam) -> Any:
-        slot = self.plan.uses[number][unit]
-        if slot not in self.whole:
-            shares = self.wait_for_step.pop(slot, []) or self._shares(slot)
-            rows = zip(shares, slot.units, strict=True)
-            done = self._gather(slot, [lax.convert_element_type(to_device(x), u.dtype) for x, u in rows])
-            if slot.large:
-                self.whole = {s: w for s, w in self.whole.items() if not s.large or s.keep}
-            done = [self._type(x) for x in done]
+    def read(self, number: int, param: GatheredParam) -> Array:
+        """A whole parameter for the step with this number; gathered, if it is the first that reads it."""
+        gather = self.schedule.served_by[number][param]
+        if gather not in self.whole:
+            operands = self.prefetched.pop(gather, []) or self.operands(gather)
+            pairs = zip(operands, gather.params, strict=True)
+            done = self._gather(gather, [lax.convert_element_type(to_device(x), p.dtype) for x, p in pairs])
+            if gather.large:
+                self.whole = {g: x for g, x in self.whole.items() if not g.large or g.keep}
+            done = [self.vary(x) for x in done]
             if len(done) > 1:
                 # XLA:CPU of jaxlib 0.10 can read beyond the joined array when it fuses the cutting into the loss.
                 done = lax.optimization_barrier(done)
-            self.whole[slot] = dict(zip(slot.units, done, strict=True))
-        return self.whole[slot][unit]
+            self.whole[gather] = dict(zip(gather.params, done, strict=True))
+        return self.whole[gather][param]
 
-    def _gather(self, slot: Gather, shares: list[Any]) -> list[Any]:
-        layouts = [self.plan.layouts[u.source] for u in slot.units]
-        if not self.local_again:
-            return collectives.all_gather(shares, layouts, self.axes.hops, bucket_bytes=collectives.NO_LIMIT)
-        if slot not in self.intra_node:
-            shares = [self._type(x) for x in collectives.gather_inter_node(shares, layouts, self.axes.hops)]
-            self.node_shards.update(zip(slot.units, shares, strict=True))
-        return collectives.gather_intra_node(shares, layouts, self.axes.hops)
+    def _gather(self, gather: Gather, operands: Sequence[Array]) -> list[Array]:
+        layouts, hops = [self.schedule.layouts[p.source] for p in gather.params], self.axes.hops
+        if not self.schedule.regather:
+            return collectives.all_gather(operands, layouts, hops, bucket_bytes=collectives.NO_LIMIT)
+        if not gather.intra_node:
+            operands = [self.vary(x) for x in collectives.gather_inter_node(operands, layouts, hops)]
+            self.node_shards.update(zip([(p, 0) for p in gather.params], operands, strict=True))
+        return collectives.gather_intra_node(operands, layouts, hops)
 
-    def _with_views(self, number: int, step: Step, ins: list[Any]) -> list[Any]:
-        if step.eqn is None:
-            return ins
-        scan = self.plan.scans.get(step)
-        for i, x in enumerate(step.ins):
-            if isinstance(x, Var) and x in self.plan.views:
-                ins[i] = self.env[scan.sliced[i]] if scan and i in scan.sliced else self._read(number, x)
+
+class _Gradients:
+    """The gradients of one program on one device, by position of the result.
+
+    Attributes:
+      shares: This device's shares of sums over the shard axis.
+      pending: Whole local sums of the terms of small gradients, until all terms of the group are there.
+      missing: How many terms are still to come.
+      in_flight: Gradients whose reduction no later step was ordered after yet, oldest first.
+      unordered_small_grads: Pending gradients whose sum no later step was ordered after yet.
+    """
+
+    def __init__(self, schedule: Schedule, reducer: GradReducer) -> None:
+        self.schedule, self.reducer = schedule, reducer
+        self.shares: dict[int, Array] = {}
+        self.pending: dict[int, Array] = {}
+        self.missing = dict(schedule.terms.count)
+        self.in_flight: list[int] = []
+        self.unordered_small_grads: list[int] = []
+
+    def add_term(self, v: Var, x: Array) -> None:
+        """Reduces `x` if `v` is a term of a gradient; that of a small one, when its group is complete."""
+        for position in self.schedule.terms.terms.get(v, ()):
+            group = self.schedule.groups.get(position)
+            if group is None:
+                self.reduce([position], [x])
+                continue
+            before, dtype = self.pending.get(position), self.schedule.grad_dtype(position)
+            self.pending[position] = x if before is None else before.astype(dtype) + x.astype(dtype)
+            self.unordered_small_grads.append(position)
+            self.missing[position] -= 1
+            if not any(self.missing[p] for p in group):
+                self.reduce(group, [self.pending.pop(p) for p in group])
+
+    def reduce(self, positions: Sequence[int], values: Sequence[Array]) -> None:
+        """Adds whole local terms of gradients, in one reduce-scatter."""
+        sent = [self.reducer.send(x) for x in values]
+        layouts, hops = [self.schedule.grads[p] for p in positions], self.reducer.axes.hops
+        done = collectives.reduce_scatter(sent, layouts, hops, bucket_bytes=collectives.NO_LIMIT)
+        for position, x in zip(positions, done, strict=True):
+            self.add_share(position, x)
+        self.in_flight.append(positions[0])
+
+    def add_share(self, position: int, x: Array) -> None:
+        """Adds this device's share of a term."""
+        before = self.shares.get(position)
+        self.shares[position] = x if before is None else before + x
+
+    def order_after(self, data: Sequence[Any], later: T, max_in_flight: int) -> tuple[list[Any], T]:
+        """A barrier: `later` comes after `data`, and what reads either comes after reductions in flight.
+
+        Args:
+          data: Values that `later` waits for; such as cannot enter a barrier come back as they are.
+          later: Any tree of arrays.
+          max_in_flight: How many of the last reductions are left out.
+
+        Returns:
+          `data` and `later`.
+        """
+        count = max(len(self.in_flight) - max_in_flight, 0)
+        reduced = list(dict.fromkeys(self.in_flight[:count]))
+        small = [p for p in dict.fromkeys(self.unordered_small_grads) if p in self.pending]
+        self.in_flight, self.unordered_small_grads = self.in_flight[count:], []
+        gradients = [self.shares[p] for p in reduced], [self.pending[p] for p in small]
+        out, (later, (shares, sums)) = barrier(data, (later, gradients))
+        self.shares.update(zip(reduced, shares, strict=True))
+        self.pending.update(zip(small, sums, strict=True))
+        return out, later
+
+    def order_last(self) -> None:
+        """Orders the last reductions in flight, which have no later step to be ordered before.
+
+        Where a reduction is an all-reduce and a slice, as on TPU, the slice would be fused into the optimizer's step,
+        and the whole sum kept until then.
+        """
+        for position in dict.fromkeys(self.in_flight):
+            self.shares[position] = lax.optimization_barrier(self.shares[position])
+
+
+class _Evaluation:
+    """The values of one program on one device: the steps, with what is gathered and what is reduced."""
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        args: Sequence[ArrayLike],
+        reducer: GradReducer,
+        vary: Vary,
+        node_shards: NodeShards,
+    ) -> None:
+        self.schedule, self.vary = schedule, vary
+        self.env: dict[Var, Any] = dict(zip(schedule.flat.inputs, map(vary, args), strict=True))
+        shares = {v: self.env[v] for v in schedule.layouts}
+        self.gathers = _Gathers(schedule, shares, reducer.axes, vary, node_shards)
+        self.gradients = _Gradients(schedule, reducer)
+
+    def run(self) -> list[Result]:
+        """Evaluates all steps; the results, and the gradients in `gradients`."""
+        schedule, flat = self.schedule, self.schedule.flat
+        for position, x in schedule.terms.constants:
+            self.gradients.reduce([position], [self.vary(jnp.asarray(x))])
+        for v in flat.inputs:
+            self._add_term(v)
+        for number, step in enumerate(flat.steps):
+            if schedule.passive(step):
+                continue
+            ins = self._views(number, step, self._ordered_operands(number, step))
+            if step in schedule.deferred_constants:
+                end = schedule.deferred_constants[step]
+                (self.env[end],), ins = barrier([self.env[end]], [self.vary(jnp.asarray(x)) for x in ins])
+            for v, x in zip(step.outs, self._compute(step, ins), strict=True):
+                if v not in schedule.views:
+                    self.env[v] = x
+                    self._add_term(v)
+        not_read = schedule.grads.keys() | schedule.lazy
+        outs = [None if i in not_read else self._result(x) for i, x in enumerate(flat.outs)]
+        for v, positions in schedule.terms.terms.items():
+            if v in schedule.views:
+                x = self._result(v)
+                for position in positions:
+                    self.gradients.reduce([position], [x])
+        self.gradients.order_last()
+        return outs
+
+    def _add_term(self, v: Var) -> None:
+        if v not in self.schedule.views:
+            self.gradients.add_term(v, self.env[v])
+
+    # --- operands ---
+
+    def _ordered_operands(self, number: int, step: Step) -> list[Any]:
+        """The data of a step (`None` for views), in one barrier with what is ordered by it.
+
+        The shares of the gathers that are tied to the step wait for the data. Before a whole gradient is made,
+        earlier ones are reduced but for the last few, and small ones are summed, so that what they are made from is
+        not kept. An array of zeros is made again behind the barrier from one zero: it takes no room before.
+        """
+        schedule = self.schedule
+        known = lambda x: x.value if isinstance(x, Known) else None if x in schedule.views else self.env[x]
+        ins: list[Any] = [known(x) for x in step.ins]
+        gathers, is_wgrad = schedule.tied.get(number, []), step in schedule.wgrads
+        shares = [self.gathers.operands(gather) for gather in gathers]
+        if any(map(_can_wait, ins)) and (is_wgrad or any(shares)):
+            zeros = [i for i, x in enumerate(step.ins) if is_wgrad and x in schedule.zeros]
+            avals = [jax.typeof(ins[i]) for i in zeros]
+            starts = [self.vary(jnp.zeros((), aval.dtype)) for aval in avals]
+            before = schedule.wgrads.get(step, [])
+            data = [*replace_at(ins, zeros, [None] * len(zeros)), *(self.env[v] for v in before)]
+            data, (shares, starts) = self.gradients.order_after(data, (shares, starts), schedule.max_in_flight)
+            self.env.update(zip(before, data[len(ins) :], strict=True))
+            full = [jnp.full(aval.shape, x) for aval, x in zip(avals, starts, strict=True)]
+            ins = replace_at(data[: len(ins)], zeros, full)
+        self.gathers.prefetched.update(zip(gathers, shares, strict=True))
         return ins
 
-    def _read(self, number: int, x: Any) -> Any:
+    def _views(self, number: int, step: Step, ins: list[Any]) -> list[Any]:
+        """The operands of a step, with whole views; a scan takes the shares of all layers instead."""
+        if step.eqn is None:
+            return ins
+        views = {i: x for i, x in enumerate(step.ins) if isinstance(x, Var) and x in self.schedule.views}
+        scanned = self.schedule.scans[step].scanned_params if step in self.schedule.scans else {}
+        values = [self.env[scanned[i]] if i in scanned else self._view(number, x) for i, x in views.items()]
+        return replace_at(ins, views, values)
+
+    def _view(self, number: int, x: Var) -> Array:
+        view = self.schedule.views[x]
+        return self.vary(view.apply(self.gathers.read(number, self.schedule.gathered_param(view))))
+
+    def _result(self, x: Atom) -> Array:
         if isinstance(x, Known):
-            return self._type(jnp.asarray(x.value)) if self.typed else x.value
-        if x not in self.plan.views:
-            return self.env[x]
-        view = self.plan.views[x]
-        return self._type(view.apply(self._gathered(number, self.plan.unit(view))))
+            return self.vary(jnp.asarray(x.value))
+        return self._view(len(self.schedule.flat.steps), x) if x in self.schedule.views else self.env[x]
 
     # --- one step ---
 
-    def _compute(self, step: Step, ins: list[Any]) -> list[Any]:
+    def _compute(self, step: Step, ins: list[Any]) -> Sequence[Result]:
         if step.eqn is None:
-            return _barrier(ins, ())[0]
-        if step in self.plan.scans:
-            return self._scan(step, ins)
-        return varying.equation(step.eqn, ins, self._type) if self.typed else bind(step.eqn, ins)
+            return barrier(ins, ())[0]
+        return self._scan(step, ins) if step in self.schedule.scans else evaluate_equation(step.eqn, ins, self.vary)
 
-    def _scan(self, step: Step, ins: list[Any]) -> list[Any]:
-        """A scan whose body gathers one layer, and reduces the gradient of one layer."""
-        scan, params = self.plan.scans[step], step.eqn.params
+    def _scan(self, step: Step, ins: list[Any]) -> list[Result]:
+        """A scan whose body gathers one layer, and reduces the gradients of one layer into stacks of shares."""
+        assert step.eqn is not None
+        scan, length, vary = self.schedule.scans[step], step.eqn.params["length"], self.vary
         consts, carry, xs = (list(x) for x in scan_parts(step.eqn, ins))
         count = len(carry)
-        carry = [self._type(jnp.asarray(x, v.aval.dtype)) for x, v in zip(carry, step.outs[:count], strict=True)]
-        carry, zero = self._settle(carry, self._type(jnp.float32(0)), 0)
+        carry = [vary(jnp.asarray(x, v.aval.dtype)) for x, v in zip(carry, step.outs[:count], strict=True)]
+        carry, zero = self.gradients.order_after(carry, vary(jnp.float32(0)), 0)
         # From a zero that waits too: else room for all gradients would be taken long before they are made.
-        stores = {i: jnp.full((params["length"], *shape), zero, dtype) for i, (shape, dtype) in self._sunk(scan)}
+        stacks = {i: jnp.full((length, *shape), zero, dtype) for i, shape, dtype in self._layer_grads(scan)}
+        node_shards = [self.gathers.node_shards[scan.stacked(p)] for p in scan.node_shards_in]
+        layers = (vary(jnp.arange(length)), xs, node_shards)
+        body, options = self._scan_body(scan, consts, count), scan_options(step.eqn)
+        (carry, stacks), (ys, left) = lax.scan(body, (carry, stacks), layers, **options)
+        self.gathers.node_shards.update(zip(map(scan.stacked, scan.node_shards_out), left, strict=True))
+        kept = [i for i in range(count, len(step.outs)) if i not in scan.body.lazy and i not in stacks]
+        for i, position in scan.stacked_grads.items():
+            self.gradients.add_share(position, stacks[i])
+        return replace_at([*carry, *[None] * (len(step.outs) - count)], kept, ys)
 
-        given = self._given(scan)
-        made: list[GatheredParam] = []
+    def _scan_body(self, scan: ScanSchedule, consts: list[Any], count: int) -> Callable[[Any, Any], Any]:
+        """The body of a scan: its carry is the program's, with the stacks of shares of gradients."""
+        reducer = self.gradients.reducer
 
-        def body(carries: Any, xs: Any) -> Any:
-            (c, stores), (number, x, intra_node) = carries, xs
-            inner = dict(zip(given, intra_node, strict=True))
-            evaluation = _Evaluation(scan.body, [*consts, *c, *x], self.mean, self.typed, inner)
-            outs, grads = evaluation.run()
-            left = evaluation.node_shards | evaluation.stacked
-            made[:] = [u for u in left if u.source in scan.outer and u not in given]
-            kept = [y for i, y in enumerate(outs[count:], count) if i not in scan.body.lazy and i not in stores]
+        def body(carries: tuple[list[Any], dict[int, Array]], layer: tuple[Any, list[Any], list[Array]]) -> Any:
+            (carry, stacks), (number, xs, node_shards) = carries, layer
+            given = dict(zip(scan.node_shards_in, node_shards, strict=True))
+            evaluation = _Evaluation(scan.body, [*consts, *carry, *xs], reducer, self.vary, given)
+            outs, grads = evaluation.run(), evaluation.gradients.shares
+            kept = [y for i, y in enumerate(outs[count:], count) if i not in scan.body.lazy and i not in stacks]
             # Together, so that no whole gradient waits for the next turn: XLA would pipeline its reduction.
-            out, grads = _barrier([jnp.asarray(y) for y in outs[:count]], grads)
-            put = lambda i: lax.dynamic_update_index_in_dim(stores[i], grads[i], number, 0)
-            inter_node = [left[u] for u in made]
-            return (out, {i: put(i) if i in grads else stores[i] for i in stores}), (kept, inter_node)
+            carry, grads = barrier([jnp.asarray(y) for y in outs[:count]], grads)
+            put = lambda i: lax.dynamic_update_index_in_dim(stacks[i], grads[i], number, 0)
+            left = [evaluation.gathers.node_shards[p] for p in scan.node_shards_out]
+            return (carry, {i: put(i) if i in grads else stacks[i] for i in stacks}), (kept, left)
 
-        keywords = {k: params[k] for k in ("reverse", "unroll", "length")}
-        numbers = self._type(jnp.arange(params["length"]))
-        scanned = (numbers, xs, list(given.values()))
-        (carry, stores), (ys, inter_node) = lax.scan(body, (carry, stores), scanned, **keywords)
-        self.stacked.update(
-            (GatheredParam(scan.outer[u.source], u.dtype), x) for u, x in zip(made, inter_node, strict=True)
-        )
-        rest = iter(ys)
-        skipped = scan.body.lazy | stores.keys()
-        stacked = [None if i in skipped else next(rest) for i in range(count, len(step.outs))]
-        for i, position in scan.sunk.items():
-            self._add(position, stores[i])
-        return [*carry, *stacked]
+        return body
 
-    def _given(self, scan: Scan) -> dict[GatheredParam, Any]:
-        """What the forward scan left of the parameters that the body of a backward one gathers, by unit of the body."""
-        late = [u for slot in scan.body.slots if slot.late for u in slot.units if u.source in scan.outer]
-        known = {u: GatheredParam(scan.outer[u.source], u.dtype) for u in late}
-        return {u: self.stacked[outer] for u, outer in known.items() if outer in self.stacked}
-
-    def _sunk(self, scan: Scan) -> Iterator[tuple[int, Any]]:
-        """Numbers of the stacked results of a scan that are gradients; shape and dtype of one layer's share."""
+    def _layer_grads(self, scan: ScanSchedule) -> Iterable[tuple[int, tuple[int, ...], jnp.dtype]]:
+        """The gradients that a scan's body makes: number of the stacked result, shape and dtype of a layer's share."""
         for i, layout in scan.body.grads.items():
-            dtype = scan.body.flat.outs[i].aval.dtype  # type: ignore[union-attr]
-            yield i, (layout.local_shape, self.mean.wire(dtype))
-
-    def _results(self, step: Step, outs: list[Any]) -> None:
-        if gradient_terms.is_zero(step):
-            self.zeros.update(step.outs)
-        for v, x in zip(step.outs, outs, strict=True):
-            if v not in self.plan.views:
-                self.env[v] = x
-                self._absorb(v)
-
-    # --- gradients ---
-
-    def _absorb(self, v: Var, late: bool = False) -> None:
-        """If a value is a term of a gradient it is reduced now; small ones when their group is complete."""
-        if v in self.plan.views and not late:
-            return
-        for position in self.plan.sinks.terms.get(v, ()):
-            group = self.plan.groups.get(position)
-            if group is None or late:
-                self._reduce([position], [self.env[v]])
-                continue
-            before, dtype = self.local.get(position), self.plan.flat.outs[position].aval.dtype  # type: ignore[union-attr]
-            self.local[position] = self.env[v] if before is None else before.astype(dtype) + self.env[v].astype(dtype)
-            self.fresh.append(position)
-            self.left[position] -= 1
-            if not any(self.left[p] for p in group):
-                self._reduce(group, [self.local.pop(p) for p in group])
-
-    def _reduce(self, positions: Sequence[int], values: Sequence[Any]) -> None:
-        sent = [self.mean.send(x) for x in values]
-        layouts = [self.plan.grads[p] for p in positions]
-        done = collectives.reduce_scatter(sent, layouts, self.axes.hops, bucket_bytes=collectives.NO_LIMIT)
-        for position, x in zip(positions, done, strict=True):
-            self._add(position, x)
-        self.in_flight.append(positions[0])
-
-    def _add(self, position: int, x: Any) -> None:
-        before = self.grads.get(position)
-        self.grads[position] = x if before is None else before + x
+            yield i, layout.local_shape, self.gradients.reducer.wire(scan.body.grad_dtype(i))
 
 
-def _barrier(data: Sequence[Any], later: Any) -> tuple[list[Any], Any]:
-    """`data` and `later` in one barrier; of `data`, what cannot enter it passes beside it."""
+# --- barriers --------------------------------------------------------------------------------------
+
+
+def barrier(data: Sequence[Any], later: T) -> tuple[list[Any], T]:
+    """`data` and `later`, from one barrier; values of `data` that cannot enter it come back as they are."""
     held = [i for i, x in enumerate(data) if _can_wait(x)]
     done, later = lax.optimization_barrier(([data[i] for i in held], later))
-    out = list(data)
-    for i, x in zip(held, done, strict=True):
-        out[i] = x
-    return out, later
+    return replace_at(data, held, done), later
 
 
-def together(shares: Sequence[Any], data: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """Shares that wait for data: else the compiler gathers them once, before a loop over micro-steps, for all of it."""
-    values, _ = _barrier([*shares, *data], ())
+def together(shares: Sequence[Array], data: Sequence[Array]) -> tuple[list[Array], list[Array]]:
+    """Shares that wait for data: else the compiler gathers them once, for all microbatches, before the loop."""
+    values, _ = barrier([*shares, *data], ())
     return values[: len(shares)], values[len(shares) :]
 
 
 def _can_wait(x: Any) -> bool:
     """Whether a value may enter a barrier."""
-    return isinstance(x, jax.Array) and x.size > 0 and not is_key(x.dtype) and x.dtype != jax.dtypes.float0
+    return isinstance(x, Array) and x.size > 0 and not is_key(x.dtype) and x.dtype != jax.dtypes.float0

@@ -4,129 +4,171 @@ A use of a large parameter gathers it; inside one `jax.checkpoint` it is gathere
 with no other large gather between them. Small parameters travel together, in chunks in the order of first
 use, and stay for the forward or the backward pass (`chunk_bytes`) or for both (`persist_bytes`). Each gather
 waits for the data of the use `prefetch` large gathers before it: that bounds how much is whole at any time.
-None lasts through, or runs ahead of, a scan that gathers in its body: it would be whole beside every layer.
+
+No gathered parameter is kept through, or gathered ahead of, a scan that gathers in its body: it would be whole
+beside every layer.
+
+Example: large `A`, `B`, `C` are used at steps 1, 3 and 5 and `A` again at 7; with `prefetch=1` there are four
+gathers, and they wait for the data of steps (none), 1, 3 and 5.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+
+import jax.numpy as jnp
 
 from ..jaxpr.flat import Var
-from ..sharding.options import Options
+from ..sharding.options import GatherOptions
 
 
 @dataclasses.dataclass(frozen=True)
 class GatheredParam:
-    """A parameter in the dtype in which it travels."""
+    """A parameter in the dtype in which it travels.
+
+    Attributes:
+      source: The input of the program that holds the share.
+      dtype: The dtype.
+    """
 
     source: Var
-    dtype: Any
+    dtype: jnp.dtype
+
+
+#: The number of a step, and a parameter that it computes with.
+Use = tuple[int, GatheredParam]
 
 
 @dataclasses.dataclass(eq=False)
 class Gather:
-    """One gather: what it brings, and the step before which it happens.
+    """One gather: which parameters it brings, and before which step.
 
     Attributes:
-      units: What it brings; several for a chunk.
-      step: The number of the step.
+      params: The parameters; several for a chunk.
+      step: The number of the first step that uses one of them.
       large: Whether it counts for `prefetch`.
-      tied: The number of the step whose data it waits for; `None`: it is free to run at once.
-      late: Whether it belongs to the backward pass.
-      keep: Whether what it brings is used again after another large gather.
+      in_backward: Whether it belongs to the backward pass.
+      wait_for_step: The number of the step whose data it waits for; `None` if it may run at once.
+      keep: Whether a later step uses it again after another large gather.
+      intra_node: Whether it starts from node shards, so that nothing crosses nodes.
     """
 
-    units: list[GatheredParam]
+    params: list[GatheredParam]
     step: int
     large: bool
-    late: bool
+    in_backward: bool
     wait_for_step: int | None = None
     keep: bool = False
+    intra_node: bool = False
 
 
-def gathers(
-    uses: Sequence[tuple[int, GatheredParam]],
-    size: Mapping[GatheredParam, int],
+def assign_gathers(
+    uses: Sequence[Use],
+    sizes: Mapping[GatheredParam, int],
     regions: Sequence[int | None],
-    end: int,
-    options: Options,
+    forward_end: int,
+    options: GatherOptions,
     scans: Mapping[int, int],
 ) -> tuple[list[Gather], dict[int, dict[GatheredParam, Gather]]]:
     """Decides which gather serves each use.
 
     Args:
-      uses: Step numbers in order, each with what is used.
-      size: Bytes of each unit, whole.
-      regions: The `jax.checkpoint` that each step stands in.
-      end: The last step of the forward pass.
-      options: `prefetch`, `persist_bytes`, `chunk_bytes`.
-      scans: Step numbers of scans that gather in their bodies -> the step that first reads a result.
+      uses: The uses, in the order of steps.
+      sizes: Bytes of each parameter, whole.
+      regions: For each step the number of the `jax.checkpoint` in which it stands.
+      forward_end: The number of the last step of the forward pass.
+      options: How far ahead, and in which chunks.
+      scans: Numbers of the scans that gather in their bodies -> the number of the step that first reads a result.
 
     Returns:
-      The gathers in order, and by step and unit the gather that serves it.
+      The gathers in order, and for each step number and parameter the gather that serves it.
     """
-    slots: list[Gather] = []
-    served: dict[int, dict[GatheredParam, Gather]] = {}
     limit = options.chunk_bytes or 0
-    small = {u for u in size if size[u] <= options.persist_bytes or size[u] < limit}
-
-    def span(i: int, u: GatheredParam) -> Any:
-        """For how long a small parameter stays."""
-        return "always" if size[u] <= options.persist_bytes else i > end
-
-    chunks: dict[Any, list[GatheredParam]] = {}
-    member: dict[Any, list[GatheredParam]] = {}
+    small = {u for u in sizes if sizes[u] <= options.persist_bytes or sizes[u] < limit}
+    by_use = _chunks([(i, u) for i, u in uses if u in small], sizes, forward_end, options)
+    by_region: dict[tuple[int, GatheredParam], Gather] = {}
+    for several in _between_scans(uses, scans, forward_end if options.prefetch == 0 else None):
+        by_use |= _large_gathers([(i, u) for i, u in several if u not in small], regions, forward_end, by_region)
+    gathers = list(dict.fromkeys(by_use[use] for use in uses))
+    _tie(gathers, options.prefetch, scans)
+    served: dict[int, dict[GatheredParam, Gather]] = {}
     for i, u in uses:
-        key = (u, span(i, u))
-        if u not in small or key in member:
-            continue
-        kind = (span(i, u), u.dtype)
-        chunk = chunks.get(kind)
-        if chunk is None or not limit or sum(size[x] for x in chunk) + size[u] > limit:
-            chunk = chunks[kind] = []
-        chunk.append(u)
-        member[key] = chunk
-    there: dict[Any, Gather] = {}
-    recent: Gather | None = None
+        served.setdefault(i, {})[u] = by_use[i, u]
+    return gathers, served
+
+
+def _chunks(
+    uses: Sequence[Use], sizes: Mapping[GatheredParam, int], forward_end: int, options: GatherOptions
+) -> dict[Use, Gather]:
+    """Gathers of small parameters: a chunk is full at `chunk_bytes`, and holds parameters of one dtype."""
+    limit = options.chunk_bytes or 0
+    by_param: dict[tuple[GatheredParam, str], Gather] = {}
+    unfilled: dict[tuple[str, jnp.dtype], Gather] = {}
+    by_use: dict[Use, Gather] = {}
+    for i, u in uses:
+        in_backward = i > forward_end
+        stay = "both" if sizes[u] <= options.persist_bytes else "backward" if in_backward else "forward"
+        if (u, stay) not in by_param:
+            chunk = unfilled.get((stay, u.dtype))
+            if chunk is None or not limit or sum(sizes[x] for x in chunk.params) + sizes[u] > limit:
+                chunk = unfilled[stay, u.dtype] = Gather([], i, False, in_backward)
+            chunk.params.append(u)
+            by_param[u, stay] = chunk
+        by_use[i, u] = by_param[u, stay]
+    return by_use
+
+
+def _between_scans(uses: Sequence[Use], scans: Mapping[int, int], end: int | None) -> Iterator[list[Use]]:
+    """The uses, cut where no gathered parameter may be kept: at each scan that gathers in its body, and at `end`.
+
+    `end` is the end of the forward pass if there is no prefetch: else the parameter of its last use would be whole
+    beside what the loss makes of it.
+    """
+    several: list[Use] = []
     last = 0
     for i, u in uses:
-        # With no prefetch nothing lasts from the forward into the backward pass either: what the loss makes of the
-        # parameter's last use would be beside it.
-        if any(last < scan < i for scan in scans) or (options.prefetch == 0 and last <= end < i):
-            recent = None
+        if any(last < scan < i for scan in scans) or (end is not None and last <= end < i):
+            yield several
+            several = []
+        several.append((i, u))
         last = i
+    yield several
+
+
+def _large_gathers(
+    uses: Sequence[Use],
+    regions: Sequence[int | None],
+    forward_end: int,
+    by_region: dict[tuple[int, GatheredParam], Gather],
+) -> dict[Use, Gather]:
+    """Gathers of large parameters, each alone: one serves all uses in a `jax.checkpoint`, and uses in a row.
+
+    `by_region` holds the gathers of each `jax.checkpoint`, and takes up new ones.
+    """
+    by_use: dict[Use, Gather] = {}
+    recent: Gather | None = None
+    for i, u in uses:
         region = regions[i]
-        if u in small:
-            units = member[u, span(i, u)]
-            slot = there.get(id(units))
-            if slot is None:
-                slot = there[id(units)] = Gather(units, i, False, i > end)
-                slots.append(slot)
-        else:
-            slot = there.get((region, u)) if region is not None else None
-            if slot is None and recent is not None and recent.units[0] == u:
-                slot = recent
-            if slot is None:
-                slot = Gather([u], i, True, i > end, keep=region is not None)
-                slots.append(slot)
-                if region is not None:
-                    there[region, u] = slot
-            recent = slot
-        served.setdefault(i, {})[u] = slot
-    _tie(slots, options.prefetch, scans)
-    return slots, served
+        gather = None if region is None else by_region.get((region, u))
+        if gather is None and recent is not None and recent.params[0] == u:
+            gather = recent
+        if gather is None:
+            gather = Gather([u], i, True, i > forward_end, keep=region is not None)
+            if region is not None:
+                by_region[region, u] = gather
+        by_use[i, u] = recent = gather
+    return by_use
 
 
-def _tie(slots: list[Gather], prefetch: int, scans: Mapping[int, int]) -> None:
+def _tie(gathers: Sequence[Gather], prefetch: int, scans: Mapping[int, int]) -> None:
     """Each gather waits for the data of the use `prefetch` large gathers before it, and for scans before it."""
-    large = [s for s in slots if s.large]
+    large = [g for g in gathers if g.large]
     before = 0
-    for slot in slots:
+    for gather in gathers:
         if prefetch == 0:
-            slot.wait_for_step = slot.step
+            gather.wait_for_step = gather.step
         elif before:
-            slot.wait_for_step = large[max(before - prefetch, 0)].step
-        crossed = [read for scan, read in scans.items() if (slot.wait_for_step or 0) <= scan < slot.step]
-        if slot.large and crossed:
-            slot.wait_for_step = min(max(crossed), slot.step)
-        before += slot.large
+            gather.wait_for_step = large[max(before - prefetch, 0)].step
+        crossed = [read for scan, read in scans.items() if (gather.wait_for_step or 0) <= scan < gather.step]
+        if gather.large and crossed:
+            gather.wait_for_step = min(max(crossed), gather.step)
+        before += gather.large

@@ -1,11 +1,16 @@
-"""Where gradients are complete: each term of a gradient is reduced where it is born, not at the end.
+"""Where gradients are complete: each term of a gradient is reduced where it is computed, not at the end.
 
-A gradient that leaves the program is followed back through sums and widening casts to its terms. Each
-term becomes a reduce-scatter right after the step that computes it, and shares are added instead of whole
-arrays. A term that a `scan` stacks, for a leaf that is cut inside each layer, is reduced in the scan's body.
+A gradient that leaves the program is followed back through sums and widening casts to its terms. Each term
+becomes a reduce-scatter right after the step that computes it, and shares are added instead of whole arrays. A
+term that a `scan` stacks, for a leaf that is cut inside each layer, is reduced in the scan's body.
+
+Example: `w` of shape (4096, 1024) is used at two steps of the loss, so autodiff computes `g = a + b`, all of
+shape (4096, 1024). `a` and `b` are the terms of `g`. Over 8 devices each becomes a share of shape (512, 1024) at
+once, the step that adds them is skipped, and what is added is shares.
 """
 
 import dataclasses
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,9 +19,10 @@ import numpy as np
 
 from ..jaxpr.compat import scan_parts
 from ..jaxpr.flat import Atom, Flat, Known, Step, Var
+from ..jaxpr.primitives import ADD, ADD_ANY, BROADCAST, CONVERT, SCAN
 from ..sharding.layout import Layout
 
-_SUMS = {"add_any", "add"}
+_SUMS = {ADD_ANY, ADD}
 
 
 @dataclasses.dataclass(eq=False)
@@ -24,11 +30,11 @@ class GradientTerms:
     """The terms of every gradient of one flat program.
 
     Attributes:
-      terms: Variable -> the results (by position) that it is a term of.
+      terms: Variable -> the results (by position) of which it is a term.
       scanned: Scan step -> {number of a stacked result: position of the gradient}.
-      skipped: Steps that only added or cast terms; shares are added instead.
-      count: Position -> how many terms there are that a step computes.
-      constants: Terms that no step computes: (position, array); a gradient without any term is zero.
+      skipped: Steps that only add or cast terms; shares are added instead.
+      count: Position -> the number of its terms that a step computes.
+      constants: Terms that no step computes: (position, array). A gradient without any term is zero.
     """
 
     terms: dict[Var, list[int]]
@@ -38,54 +44,51 @@ class GradientTerms:
     constants: list[tuple[int, Any]]
 
 
-def find(flat: Flat, layouts: Mapping[int, Layout]) -> GradientTerms:
-    """Finds the terms of the results at the positions of `layouts`."""
-    makers = {v: step for step in flat.steps for v in step.outs}
-    users: dict[Var, int] = {}
-    for x in [*(x for step in flat.steps for x in step.ins), *flat.outs]:
-        if isinstance(x, Var):
-            users[x] = users.get(x, 0) + 1
-    sinks = GradientTerms({}, {}, set(), dict.fromkeys(layouts, 0), [])
+def find_terms(flat: Flat, layouts: Mapping[int, Layout]) -> GradientTerms:
+    """The terms of the results at the positions of `layouts`."""
+    made_by = {v: step for step in flat.steps for v in step.outs}
+    reads = Counter(x for x in [*(x for step in flat.steps for x in step.ins), *flat.outs] if isinstance(x, Var))
+    found = GradientTerms({}, {}, set(), dict.fromkeys(layouts, 0), [])
     for position, layout in layouts.items():
-        _follow(flat.outs[position], position, layout, makers, users, sinks)
-    return sinks
-
-
-def _follow(atom: Atom, position: int, layout: Layout, makers: Any, users: Any, sinks: GradientTerms) -> None:
-    pending = [atom]
-    while pending:
-        x = pending.pop()
-        if isinstance(x, Known):
-            if np.any(np.asarray(x.value)):
-                sinks.constants.append((position, x.value))
-            continue
-        step = makers.get(x)
-        if step is not None and is_zero(step, makers):
-            continue
-        if step is not None and users[x] == 1:
-            if step.name in _SUMS and all(_shape(i) == layout.shape for i in step.ins):
-                sinks.skipped.add(step)
+        pending = [flat.outs[position]]
+        while pending:
+            x = pending.pop()
+            if isinstance(x, Known):
+                if np.any(np.asarray(x.value)):
+                    found.constants.append((position, x.value))
+                continue
+            step = made_by.get(x)
+            if step is not None and is_zero(step, made_by):
+                continue
+            if step is not None and reads[x] == 1 and _only_adds(step, layout):
+                found.skipped.add(step)
                 pending += step.ins
                 continue
-            if step.name == "convert_element_type" and _widens(step):
-                sinks.skipped.add(step)
-                pending += step.ins
-                continue
-            if step.name == "scan" and layout.lead and step.outs.index(x) >= _carries(step):
-                sinks.scanned.setdefault(step, {})[step.outs.index(x)] = position
-                sinks.count[position] += 1
-                continue
-        sinks.terms.setdefault(x, []).append(position)
-        sinks.count[position] += 1
+            found.count[position] += 1
+            if step is not None and reads[x] == 1 and layout.lead and _stacks(step, x):
+                found.scanned.setdefault(step, {})[step.outs.index(x)] = position
+            else:
+                found.terms.setdefault(x, []).append(position)
+    return found
+
+
+def _only_adds(step: Step, layout: Layout) -> bool:
+    """Whether a step adds arrays of the gradient's own shape, or widens one."""
+    if step.name in _SUMS:
+        return all(_shape(x) == layout.shape for x in step.ins)
+    return step.name == CONVERT and _widens(step)
+
+
+def _stacks(step: Step, x: Var) -> bool:
+    """Whether a step is a scan, and `x` is one of its stacked results (not of its carry)."""
+    if step.name != SCAN or step.eqn is None:
+        return False
+    _, carry, _ = scan_parts(step.eqn, step.ins)
+    return step.outs.index(x) >= len(carry)
 
 
 def _shape(x: Atom) -> tuple[int, ...]:
     return tuple(x.aval.shape) if isinstance(x, Var) else np.shape(x.value)
-
-
-def _carries(step: Step) -> int:
-    _, carry, _ = scan_parts(step.eqn, step.ins)
-    return len(carry)
 
 
 def _widens(step: Step) -> bool:
@@ -97,12 +100,15 @@ def _widens(step: Step) -> bool:
     return both and jnp.promote_types(old, new) == new
 
 
-def is_zero(step: Step, makers: Mapping[Var, Step] | None = None) -> bool:
-    """Whether a step makes zeros: the gradient of a parameter that the loss does not use."""
-    if step.name != "broadcast_in_dim" or len(step.ins) != 1:
+def is_zero(step: Step, made_by: Mapping[Var, Step] | None = None) -> bool:
+    """Whether a step makes zeros: the gradient of a parameter that the loss does not use.
+
+    With `made_by` (variable -> its step) zeros that other steps have made count, too.
+    """
+    if step.name != BROADCAST or len(step.ins) != 1:
         return False
     x = step.ins[0]
     if isinstance(x, Var):
-        made = makers.get(x) if makers else None
-        return made is not None and is_zero(made, makers)
+        made = made_by.get(x) if made_by else None
+        return made is not None and is_zero(made, made_by)
     return not np.any(np.asarray(x.value))

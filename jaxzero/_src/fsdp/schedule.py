@@ -1,12 +1,23 @@
-"""When to gather what: the plan of one flat program, made before anything is computed.
+"""The schedule of one flat program: which gather serves which step, what it waits for, where gradients are reduced.
 
-The program is walked once. Every step that mixes a parameter with data is a *use*; which gather serves it
-is decided in `slots`, where its gradient is reduced in `sinks`, what a view of it is in `views`.
+`schedule_gathers` decides all of it before anything is computed; `evaluate` only follows it. An example: a loss
+`mean(relu(x @ w1) @ w2)` with `w1` of shape (1024, 4096) and `w2` of shape (4096, 1024), over 8 devices. The inputs
+of the program are shares of shape (128, 4096) and (512, 1024), and its steps with the parameters that each uses are
+
+    forward    0  x @ w1      gathers w1
+               1  relu
+               2  h @ w2      gathers w2, waits for the data of step 0 (`prefetch=1`)
+               3  mean        the end of the forward pass
+    backward   4  dy @ w2.T   uses the gather of step 2: no other large gather lies between
+               5  h.T @ dy    makes dw2, moved behind step 4 (`reorder`); its reduce-scatter gives (512, 1024)
+               6  x.T @ dh    makes dw1; its reduce-scatter gives (128, 4096)
+
+The transpose of `w2` is a view (`views`), so no step computes it. A scan over stacked parameters has a schedule for
+its body: the shares of all layers are scanned, and the body gathers one layer and reduces the gradients of one layer.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -14,245 +25,430 @@ import jax.numpy as jnp
 from ..jaxpr.calls import nbytes
 from ..jaxpr.compat import open_program, scan_parts
 from ..jaxpr.flat import Atom, Flat, Step, Var, flatten
+from ..jaxpr.primitives import SCAN
 from ..sharding.layout import Layout
-from ..sharding.options import Options
-from . import gradient_terms, reorder
-from . import views as fsdp_views
-from .gathers import Gather, GatheredParam, gathers
-from .gradient_terms import GradientTerms
-from .views import View
+from ..sharding.options import GatherOptions
+from .gathers import Gather, GatheredParam, assign_gathers
+from .gradient_terms import GradientTerms, find_terms, is_zero
+from .reorder import defer_wgrads, wgrad_steps
+from .views import View, view_through
+
+#: A parameter, and how many leading dimensions of its node shard count layers.
+NodeShard = tuple[GatheredParam, int]
 
 
 @dataclasses.dataclass(eq=False)
-class Scan:
-    """The plan of a scan whose body gathers or reduces.
+class ScanSchedule:
+    """The schedule of a scan whose body gathers or reduces.
 
     Attributes:
-      body: The plan of its body.
-      sliced: Number of an operand -> the input whose shares are scanned in its place.
-      sunk: Number of a stacked result -> position of the gradient.
-      outer: Input of the body that holds a share of one layer -> the input that holds those of all.
+      body: The schedule of its body.
+      scanned_params: Number of an operand -> the input whose shares are scanned in its place.
+      stacked_grads: Number of a stacked result -> the position of the gradient that it is.
+      outer_param_of: Input of the body that holds a share of one layer -> the input that holds those of all layers.
+      node_shards_in: Node shards of the body that are scanned: a scan before this one has stacked them.
+      node_shards_out: Node shards of the body that this scan stacks.
     """
 
     body: "Schedule"
-    sliced: dict[int, Var]
-    sunk: dict[int, int]
-    outer: dict[Var, Var]
+    scanned_params: dict[int, Var]
+    stacked_grads: dict[int, int]
+    outer_param_of: dict[Var, Var]
+    node_shards_in: list[NodeShard] = dataclasses.field(default_factory=list)
+    node_shards_out: list[NodeShard] = dataclasses.field(default_factory=list)
+
+    def stacked(self, shard: NodeShard) -> NodeShard:
+        """The node shards of all layers, for the one of a layer in the body."""
+        param, depth = shard
+        return GatheredParam(self.outer_param_of[param.source], param.dtype), depth + 1
 
 
-@dataclasses.dataclass(eq=False)
-class Schedule:
-    """The plan of one flat program.
+@dataclasses.dataclass(frozen=True, eq=False)
+class Dataflow:
+    """Where the shares of a flat program go: which values are views of them, and which results are gradients.
 
     Attributes:
       flat: The program.
       layouts: Input -> the layout of the share that it holds.
       views: Variables that are views of an input.
-      sinks: Where gradients are complete.
       grads: Position of a result that is a gradient -> the layout of its share.
-      groups: Position -> the positions whose gradients are reduced together with it.
-      makers: Steps that make a whole gradient which is reduced by itself -> the use of the parameter that it
-        is made after, if there is one.
-      scans: Plans of the scans among the steps.
-      slots: Gathers, in order.
-      uses: Step number -> {unit: its gather}; the number of steps stands for the results.
+      terms: The terms of these gradients.
+      scans: Schedules of the scans among the steps that gather or reduce in their bodies.
       lazy: Positions of results that stay views: a scan does not stack them.
-      flying: How many whole gradients may be on their way when the next is made.
-      fills: With no prefetch, steps of the backward pass that make large arrays of constants -> what ends the
-        forward pass, for which they wait.
     """
 
     flat: Flat
-    layouts: dict[Var, Layout]
-    views: dict[Var, View]
-    sinks: GradientTerms
-    grads: dict[int, Layout]
-    groups: dict[int, list[int]]
-    makers: dict[Step, Step | None]
-    scans: dict[Step, Scan]
-    slots: list[Gather]
-    uses: dict[int, dict[GatheredParam, Gather]]
-    lazy: set[int]
-    in_flight: int
-    fills: dict[Step, Var] = dataclasses.field(default_factory=dict)
+    layouts: Mapping[Var, Layout]
+    views: Mapping[Var, View]
+    grads: Mapping[int, Layout]
+    terms: GradientTerms
+    scans: Mapping[Step, ScanSchedule]
+    lazy: frozenset[int]
 
     def passive(self, step: Step) -> bool:
-        """Whether a step computes nothing: its results are views or it only adds terms."""
-        if step in self.sinks.skipped:
+        """Whether a step computes nothing: its results are views, or it only adds terms."""
+        if step in self.terms.skipped:
             return True
         views = all(v in self.views for v in step.outs)  # a step without results, a print, is none
         return step.eqn is not None and bool(step.outs) and views
 
-    def unit(self, view: View) -> GatheredParam:
-        """What has to be gathered for a view."""
-        return GatheredParam(view.source, jnp.dtype(view.dtype(view.source.aval.dtype)))
+    def needs(self, number: int) -> list[View]:
+        """The views that a step computes with; past the last step, those that are results or terms of gradients."""
+        if number == len(self.flat.steps):
+            outs: Sequence[Atom] = [
+                x for i, x in enumerate(self.flat.outs) if i not in self.grads and i not in self.lazy
+            ]
+            return [self.views[x] for x in [*outs, *self.terms.terms] if isinstance(x, Var) and x in self.views]
+        step = self.flat.steps[number]
+        if step.eqn is None or self.passive(step):
+            return []
+        scanned = self.scans[step].scanned_params if step in self.scans else {}
+        pairs = enumerate(step.ins)
+        return [self.views[x] for i, x in pairs if isinstance(x, Var) and x in self.views and i not in scanned]
+
+    def gathered_param(self, view: View) -> GatheredParam:
+        """The parameter that has to be gathered for a view."""
+        return GatheredParam(view.source, jnp.dtype(view.gather_dtype(view.source.aval.dtype)))
+
+    def nbytes(self, param: GatheredParam) -> int:
+        """Bytes of a parameter, whole."""
+        return nbytes(self.layouts[param.source].shape, param.dtype)
+
+    def grad_dtype(self, position: int) -> jnp.dtype:
+        """The dtype of the gradient at a position."""
+        return self.flat.outs[position].aval.dtype  # type: ignore[union-attr]
+
+    def grad_nbytes(self, position: int) -> int:
+        """Bytes of the gradient at a position, whole."""
+        return nbytes(self.grads[position].shape, self.grad_dtype(position))
 
 
-def plan(
+@dataclasses.dataclass(frozen=True, eq=False)
+class Schedule(Dataflow):
+    """The schedule of a flat program.
+
+    Attributes:
+      gathers: The gathers, in order.
+      served_by: Step number -> {parameter: its gather}; the number of steps stands for the results.
+      tied: Step number -> the gathers that wait for its data.
+      wgrads: Steps that make a whole gradient which is reduced by itself -> results of the parameter's last use,
+        for which they wait.
+      groups: Position -> the positions whose gradients are reduced together with it.
+      zeros: Variables that are arrays of zeros.
+      deferred_constants: With no prefetch, steps of the backward pass that make large arrays of constants -> the
+        end of the forward pass, for which they wait.
+      max_in_flight: How many whole gradients may still be in reduction when the next is made.
+      regather: Whether node shards are kept.
+    """
+
+    gathers: list[Gather]
+    served_by: Mapping[int, Mapping[GatheredParam, Gather]]
+    tied: Mapping[int, list[Gather]]
+    wgrads: Mapping[Step, list[Var]]
+    groups: Mapping[int, list[int]]
+    zeros: frozenset[Var]
+    deferred_constants: Mapping[Step, Var]
+    max_in_flight: int
+    regather: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class _Place:
+    """Where a program stands in a training step.
+
+    Attributes:
+      loss: The result that ends the forward pass; `None` if the program belongs to one pass.
+      in_backward: Whether that is the backward pass.
+      stacked: Of a scan's body: the position from which on results are stacked.
+    """
+
+    loss: Atom | None = None
+    in_backward: bool = False
+    stacked: int | None = None
+
+    def forward_end(self, flat: Flat) -> int:
+        """The number of the last step of the forward pass; -1 if no step belongs to it."""
+        if self.in_backward:
+            return -1
+        if self.loss is None:
+            return len(flat.steps)
+        return next((i for i, step in enumerate(flat.steps) if self.loss in step.outs), -1)
+
+
+def schedule_gathers(
     flat: Flat,
-    layouts: dict[Var, Layout],
-    given: Mapping[Var, View],
-    grads: dict[int, Layout],
-    options: Options,
-    turn: int | None = None,
-    stacked: int | None = None,
-    late: bool = False,
+    layouts: Mapping[Var, Layout],
+    grads: Mapping[int, Layout],
+    options: GatherOptions,
+    loss_output: int | None = None,
 ) -> Schedule:
-    """Plans a program.
+    """Decides when a program gathers its parameters and reduces their gradients.
 
     Args:
       flat: The program.
-      layouts: The inputs that hold shares.
-      given: Inputs that are views of inputs to begin with.
-      grads: The results that are gradients of leaves that are cut.
-      options: `prefetch`, `persist_bytes`, `chunk_bytes`.
-      turn: The position of the result that ends the forward pass.
-      stacked: Of a scan's body: from which position on results are stacked.
-      late: Of a scan's body: whether the scan belongs to the backward pass.
+      layouts: The inputs that hold shares, with the layouts of these.
+      grads: The positions of the results that are gradients of leaves that are cut, with the layouts of their shares.
+      options: How far ahead gathers run, and how small parameters travel together.
+      loss_output: The position of the result that ends the forward pass; `None` if all of the program is one.
 
     Returns:
-      The plan.
+      The schedule.
     """
-    found = gradient_terms.find(flat, grads)
-    schedule = Schedule(flat, layouts, dict(given), found, grads, {}, {}, {}, [], {}, set(), options.prefetch)
-    for v in layouts:
-        schedule.views.setdefault(v, View(v))
-    end = -1 if late else _turn(flat, turn)
-    for number, step in enumerate(flat.steps):
-        if step in found.skipped:
-            continue
-        if step.eqn is None:
-            schedule.views.update(
-                (o, schedule.views[i]) for i, o in zip(step.ins, step.outs, strict=True) if i in schedule.views
-            )
-        elif step.name == "scan":
-            _scan(schedule, step, options, number > end)
-        else:
-            through = fsdp_views.view_through(step, schedule.views)
-            if through is not None:
-                schedule.views.update(zip(step.outs, through, strict=True))
-    last = None if turn is None else flat.outs[turn]
-    if isinstance(last, Var) and last not in schedule.views and end >= 0 and options.prefetch == 0:
-        schedule.fills = dict.fromkeys(_fills(flat.steps[end + 1 :], options.chunk_bytes or 0), last)
-    behind = range(len(flat.outs) if stacked is None else stacked, len(flat.outs))
-    schedule.lazy = {i for i in behind if i not in grads and flat.outs[i] in schedule.views}
-    _late_gradients(schedule, options)
-    uses = [(i, schedule.unit(view)) for i in range(len(flat.steps) + 1) for view in needs(schedule, i)]
-    size = {u: nbytes(schedule.layouts[u.source].shape, u.dtype) for _, u in uses}
-    regions = [step.region for step in flat.steps] + [None]
-    schedule.slots, schedule.uses = gathers(uses, size, regions, end, options, _gathering(schedule))
-    _reductions(schedule, options)
+    place = _Place(None if loss_output is None else flat.outs[loss_output])
+    schedule = _schedule(flat, layouts, {v: View(v) for v in layouts}, grads, options, place)
+    if schedule.regather:
+        _mark_node_shards(schedule, {})
     return schedule
 
 
-def needs(schedule: Schedule, number: int) -> list[View]:
-    """The views that a step computes with; past the last step, those that are results."""
-    flat = schedule.flat
-    if number == len(flat.steps):
-        atoms: Sequence[Atom] = [
-            x for i, x in enumerate(flat.outs) if i not in schedule.grads and i not in schedule.lazy
-        ]
-        late = [v for v in schedule.sinks.terms if v in schedule.views]
-        return [schedule.views[x] for x in [*atoms, *late] if x in schedule.views]
-    step = flat.steps[number]
-    if step.eqn is None or schedule.passive(step):
-        return []
-    sliced = schedule.scans[step].sliced if step in schedule.scans else {}
-    return [schedule.views[x] for i, x in enumerate(step.ins) if x in schedule.views and i not in sliced]
+def _schedule(
+    flat: Flat,
+    layouts: Mapping[Var, Layout],
+    views: Mapping[Var, View],
+    grads: Mapping[int, Layout],
+    options: GatherOptions,
+    place: _Place,
+) -> Schedule:
+    """The schedule of a program or a scan's body, some inputs of which are `views`; steps are numbered last."""
+    end, least = place.forward_end(flat), options.chunk_bytes or 0
+    terms = find_terms(flat, grads)
+    views, scans = _follow_views(flat, layouts, views, grads, terms, options, end)
+    lazy = _lazy_outs(flat, views, grads, place)
+    original = Dataflow(flat, layouts, views, grads, terms, scans, lazy)
+    flow, wgrads = _defer_wgrads(original, least, end + 1)
+    assert flow.flat.steps[: end + 1] == flat.steps[: end + 1], "a step of the forward pass was moved"
+    uses = [(i, flow.gathered_param(v)) for i in range(len(flat.steps) + 1) for v in flow.needs(i)]
+    regions = [step.region for step in flow.flat.steps] + [None]
+    sizes = {u: flow.nbytes(u) for _, u in uses}
+    gathers, served_by = assign_gathers(uses, sizes, regions, end, options, _gathering_scans(flow))
+    tied: dict[int, list[Gather]] = {}
+    for gather in gathers:
+        if gather.wait_for_step is not None:
+            tied.setdefault(gather.wait_for_step, []).append(gather)
+    constants: dict[Step, Var] = {}
+    if options.prefetch == 0 and end >= 0 and isinstance(place.loss, Var) and place.loss not in views:
+        constants = dict.fromkeys(_large_constants(flow.flat.steps[end + 1 :], least), place.loss)
+    return Schedule(
+        **{field.name: getattr(flow, field.name) for field in dataclasses.fields(flow)},
+        gathers=gathers,
+        served_by=served_by,
+        tied=tied,
+        wgrads=wgrads,
+        groups=_groups(flow, least),
+        zeros=frozenset(v for step in flow.flat.steps if is_zero(step) for v in step.outs),
+        deferred_constants=constants,
+        max_in_flight=options.prefetch,
+        regather=options.regather == "local",
+    )
 
 
-def _turn(flat: Flat, turn: int | None) -> int:
-    """The number of the last step of the forward pass."""
-    if turn is None:
-        return len(flat.steps)
-    return next((i for i, s in enumerate(flat.steps) if flat.outs[turn] in s.outs), -1)
+# --- views and scans -------------------------------------------------------------------------------
 
 
-def _fills(steps: Sequence[Step], least: int) -> list[Step]:
-    """Steps that make at least `least` bytes of constants: nothing else would keep them from running at once."""
-    fills = (s for s in steps if s.eqn is not None and not any(isinstance(x, Var) for x in s.ins))
-    return [s for s in fills if s.ins and sum(nbytes(v.aval.shape, v.aval.dtype) for v in s.outs) >= least]
+def _follow_views(
+    flat: Flat,
+    layouts: Mapping[Var, Layout],
+    views: Mapping[Var, View],
+    grads: Mapping[int, Layout],
+    terms: GradientTerms,
+    options: GatherOptions,
+    end: int,
+) -> tuple[dict[Var, View], dict[Step, ScanSchedule]]:
+    """All variables that are views, given those that are inputs; the schedules of scans that gather or reduce."""
+    views = dict(views)
+    scans: dict[Step, ScanSchedule] = {}
+    for number, step in enumerate(flat.steps):
+        if step in terms.skipped:
+            continue
+        if step.eqn is None:
+            pairs = zip(step.ins, step.outs, strict=True)
+            views.update((o, views[i]) for i, o in pairs if isinstance(i, Var) and i in views)
+        elif step.name == SCAN:
+            stacked_grads = terms.scanned.get(step, {})
+            layers = {number: grads[position].per_layer() for number, position in stacked_grads.items()}
+            scan = _scan_schedule(step, layouts, views, layers, options, number > end)
+            if scan is not None:
+                scans[step] = dataclasses.replace(scan, stacked_grads=stacked_grads)
+                views.update(_stacked_views(step, scan))
+        elif (through := view_through(step, views)) is not None:
+            views.update(zip(step.outs, through, strict=True))
+    return views, scans
 
 
-def _scan(schedule: Schedule, step: Step, options: Options, late: bool) -> None:
-    """Plans a scan: stacked leaves are scanned share by share, views that it stacks stay views."""
+def _scan_schedule(
+    step: Step,
+    layouts: Mapping[Var, Layout],
+    views: Mapping[Var, View],
+    grads: Mapping[int, Layout],
+    options: GatherOptions,
+    in_backward: bool,
+) -> ScanSchedule | None:
+    """The schedule of a scan; `None` if its body neither gathers nor reduces.
+
+    Args:
+      step: The scan.
+      layouts: The layouts of shares outside.
+      views: The views outside.
+      grads: Numbers of stacked results that are gradients -> the layout of the share of one layer.
+      options: As for the program outside.
+      in_backward: Whether the scan belongs to the backward pass.
+    """
+    assert step.eqn is not None
     body = flatten(*open_program(step.eqn.params["jaxpr"]))
     _, carry, xs = scan_parts(step.eqn, list(step.ins))
-    layouts: dict[Var, Layout] = {}
-    given: dict[Var, View] = {}
-    sliced: dict[int, Var] = {}
-    outer: dict[Var, Var] = {}
+    inner_layouts: dict[Var, Layout] = {}
+    inner_views: dict[Var, View] = {}
+    scanned_params: dict[int, Var] = {}
+    outer_param_of: dict[Var, Var] = {}
     for i in range(len(step.ins) - len(xs), len(step.ins)):
-        view = schedule.views.get(step.ins[i])  # type: ignore[arg-type]
-        if view is None or not schedule.layouts[view.source].lead:
+        view = views.get(step.ins[i])  # type: ignore[arg-type]
+        if view is None or not layouts[view.source].lead:
             continue
-        layer = schedule.layouts[view.source].per_layer()
+        layer = layouts[view.source].per_layer()
         source = Var(jax.ShapeDtypeStruct(layer.shape, view.source.aval.dtype))
         inner = view.per_layer(source)
         if inner is not None:
-            layouts[source], given[body.inputs[i]] = layer, inner
-            sliced[i] = outer[source] = view.source
-    sunk = schedule.sinks.scanned.get(step, {})
-    if not sliced and not sunk:
-        return
-    grads = {number: schedule.grads[position].per_layer() for number, position in sunk.items()}
-    body.inputs = [given[x].source if x in given else x for x in body.inputs]
-    inside = plan(body, layouts, given, grads, options, stacked=len(carry), late=late)
-    for number in inside.lazy:
-        view = inside.views[body.outs[number]]  # type: ignore[index]
-        schedule.views[step.outs[number]] = view.stacked(outer[view.source])
-    schedule.scans[step] = Scan(inside, sliced, sunk, outer)
+            inner_layouts[source], inner_views[body.inputs[i]] = layer, inner
+            scanned_params[i] = outer_param_of[source] = view.source
+    if not scanned_params and not grads:
+        return None
+    inputs = [inner_views[x].source if x in inner_views else x for x in body.inputs]
+    inner_views |= {v: View(v) for v in inner_layouts}
+    place = _Place(in_backward=in_backward, stacked=len(carry))
+    flat = Flat(inputs, body.steps, body.outs)
+    schedule = _schedule(flat, inner_layouts, inner_views, grads, options, place)
+    return ScanSchedule(schedule, scanned_params, {}, outer_param_of)
 
 
-def _gathering(schedule: Schedule) -> dict[int, int]:
+def _stacked_views(step: Step, scan: ScanSchedule) -> dict[Var, View]:
+    """Results of a scan that are stacks of views, and so views of the stacked parameters."""
+    body, out = scan.body, {}
+    for number in body.lazy:
+        view = body.views[body.flat.outs[number]]  # type: ignore[index]
+        out[step.outs[number]] = view.stacked(scan.outer_param_of[view.source])
+    return out
+
+
+def _lazy_outs(flat: Flat, views: Mapping[Var, View], grads: Mapping[int, Layout], place: _Place) -> frozenset[int]:
+    """The positions of results that a scan would stack, and that stay views instead."""
+    stacked = range(len(flat.outs) if place.stacked is None else place.stacked, len(flat.outs))
+    return frozenset(i for i in stacked if i not in grads and flat.outs[i] in views)
+
+
+def _gathering_scans(flow: Dataflow) -> dict[int, int]:
     """Numbers of the scans that gather in their bodies -> the number of the step that first reads a result."""
-    steps = schedule.flat.steps
-    reads = lambda i, outs: not schedule.passive(steps[i]) and not outs.isdisjoint(steps[i].ins)
+    steps = flow.flat.steps
+    reads = lambda i, outs: not flow.passive(steps[i]) and not outs.isdisjoint(steps[i].ins)
     return {
         i: next((j for j in range(i + 1, len(steps)) if reads(j, set(step.outs))), len(steps))
         for i, step in enumerate(steps)
-        if step in schedule.scans and any(slot.large for slot in schedule.scans[step].body.slots)
+        if step in flow.scans and any(gather.large for gather in flow.scans[step].body.gathers)
     }
 
 
-def _late_gradients(schedule: Schedule, options: Options) -> None:
-    """Large gradients are made after the parameter's last use, so that the two are not whole together."""
-    flat, least = schedule.flat, options.chunk_bytes or 0
-    size = lambda view: nbytes(schedule.layouts[view.source].shape, schedule.unit(view).dtype)
-    uses = [s for i, s in enumerate(flat.steps) if any(size(v) >= least for v in needs(schedule, i))]
-    large = lambda position: (
-        nbytes(schedule.grads[position].shape, flat.outs[position].aval.dtype) >= least  # type: ignore[union-attr]
-    )
-    makers = {
-        step: tail
-        for step, tail in reorder.find(flat, schedule.sinks.terms, large).items()
-        if step not in uses and step not in schedule.scans
-    }
-    schedule.makers = dict.fromkeys(makers) | reorder.defer_wgrads(flat, makers, uses)
+# --- gradients -------------------------------------------------------------------------------------
 
 
-def _reductions(schedule: Schedule, options: Options) -> None:
-    """Small gradients, in the order in which they are complete, are reduced together."""
-    made: dict[int, int] = {}
-    for number, step in enumerate(schedule.flat.steps):
+def _defer_wgrads(flow: Dataflow, least: int, first: int) -> tuple[Dataflow, dict[Step, list[Var]]]:
+    """Large gradients are made after the parameter's last use, so that the two are not whole together.
+
+    Args:
+      flow: The program.
+      least: From how many bytes on a parameter or gradient is large.
+      first: The number of the first step that may move.
+
+    Returns:
+      The program in its new order; the steps that make large gradients -> the values for which they wait.
+    """
+    flat = flow.flat
+    size = lambda view: flow.nbytes(flow.gathered_param(view))
+    uses = [step for i, step in enumerate(flat.steps) if any(size(view) >= least for view in flow.needs(i))]
+    found = wgrad_steps(flat, flow.terms.terms, lambda position: flow.grad_nbytes(position) >= least)
+    stay = {*uses, *flow.scans}
+    wgrads = {step: tail for step, tail in found.items() if step not in stay}
+    flat, behind = defer_wgrads(flat, wgrads, uses, first)
+    waits = {step: [v for v in behind[step].outs if v not in flow.views] if step in behind else [] for step in wgrads}
+    return dataclasses.replace(flow, flat=flat), waits
+
+
+def _large_constants(steps: Sequence[Step], least: int) -> list[Step]:
+    """Steps that make at least `least` bytes of constants: nothing else would keep them from running at once."""
+    constant = (s for s in steps if s.eqn is not None and not any(isinstance(x, Var) for x in s.ins))
+    return [s for s in constant if s.ins and sum(nbytes(v.aval.shape, v.aval.dtype) for v in s.outs) >= least]
+
+
+def _groups(flow: Dataflow, limit: int) -> dict[int, list[int]]:
+    """Small gradients are reduced together, up to `limit` bytes, in the order in which they are complete."""
+    complete: dict[int, int] = {}
+    for number, step in enumerate(flow.flat.steps):
         for v in step.outs:
-            for position in schedule.sinks.terms.get(v, ()):
-                made[position] = number
-    alone = {p for scan in schedule.sinks.scanned.values() for p in scan.values()}
-    alone |= {p for v, positions in schedule.sinks.terms.items() if v in schedule.views for p in positions}
-    limit = options.chunk_bytes or 0
-    open_: dict[Any, tuple[list[int], int]] = {}
-    for position in sorted(made, key=made.__getitem__):
-        if position in alone:
+            complete.update(dict.fromkeys(flow.terms.terms.get(v, ()), number))
+    alone = {p for scanned in flow.terms.scanned.values() for p in scanned.values()}
+    alone |= {p for v, positions in flow.terms.terms.items() if v in flow.views for p in positions}
+    groups: dict[int, list[int]] = {}
+    unfilled: dict[jnp.dtype, tuple[list[int], int]] = {}
+    for position in sorted(complete, key=complete.__getitem__):
+        dtype, size = flow.grad_dtype(position), flow.grad_nbytes(position)
+        if position in alone or size >= limit:
             continue
-        out = schedule.flat.outs[position]
-        size = nbytes(schedule.grads[position].shape, out.aval.dtype)  # type: ignore[union-attr]
-        if size >= limit:
-            continue
-        kind = out.aval.dtype  # type: ignore[union-attr]
-        members, total = open_.get(kind, ([], 0))
+        members, total = unfilled.get(dtype, ([], 0))
         if not members or total + size > limit:
             members, total = [], 0
         members.append(position)
-        open_[kind] = (members, total + size)
-        schedule.groups[position] = members
+        unfilled[dtype] = (members, total + size)
+        groups[position] = members
+    return groups
+
+
+# --- node shards -----------------------------------------------------------------------------------
+
+
+def _mark_node_shards(schedule: Schedule, given: Iterable[NodeShard]) -> list[NodeShard]:
+    """Marks the gathers of the backward pass that stay inside the node (`regather="local"`, hpZ of ZeRO++).
+
+    A gather over `m` nodes of `k` devices goes across nodes first: each device fetches `1/k` of the parameter, its
+    *node shard*, of shape (m, elements of a share). Then the devices of a node exchange these. A later gather of the
+    same parameter can start from the node shard, and crosses no nodes. A scan of the forward pass stacks the node
+    shards of its layers, for the scan of the backward pass. This walk is in the order of the evaluation.
+
+    Args:
+      schedule: The schedule, whose gathers and scans are marked.
+      given: The node shards that are there at the start.
+
+    Returns:
+      Those that are there at the end.
+    """
+    there = dict.fromkeys(given)
+    steps = schedule.flat.steps
+    decided: set[Gather] = set()
+
+    def decide(gather: Gather) -> None:
+        if gather not in decided:
+            gather.intra_node = gather.in_backward and all((p, 0) in there for p in gather.params)
+            decided.add(gather)
+
+    for number in range(len(steps) + 1):
+        computed = number < len(steps) and not schedule.passive(steps[number])
+        for gather in schedule.tied.get(number, []) if computed else []:
+            decide(gather)
+        for gather in schedule.served_by.get(number, {}).values():
+            decide(gather)
+            if not gather.intra_node:
+                there.update(dict.fromkeys((p, 0) for p in gather.params))
+        if computed and steps[number] in schedule.scans:
+            there.update(dict.fromkeys(_mark_scan(schedule.scans[steps[number]], there)))
+    return list(there)
+
+
+def _mark_scan(scan: ScanSchedule, outside: Iterable[NodeShard]) -> list[NodeShard]:
+    """Marks the gathers in a scan's body, and which node shards the scan reads and stacks; returns those it stacks."""
+    regathered = [p for gather in scan.body.gathers if gather.in_backward for p in gather.params]
+    regathered = [p for p in dict.fromkeys(regathered) if p.source in scan.outer_param_of]
+    stacks = [(outer, depth) for outer, depth in outside if depth]
+    scan.node_shards_in = [
+        (p, depth - 1) for p in regathered for outer, depth in stacks if scan.stacked((p, depth - 1))[0] == outer
+    ]
+    left = _mark_node_shards(scan.body, scan.node_shards_in)
+    new = [shard for shard in left if shard not in scan.node_shards_in]
+    scan.node_shards_out = [(p, depth) for p, depth in new if p.source in scan.outer_param_of]
+    return [scan.stacked(shard) for shard in scan.node_shards_out]

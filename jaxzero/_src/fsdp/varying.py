@@ -1,75 +1,88 @@
-"""Equations evaluated where JAX checks types, with every value typed as different on every device.
+"""Equations evaluated in a manual region, with its types of values or without.
 
-An inner program was traced where no types were. Bound as it is, its results would be typed as if they
-were equal on all devices, or refused; so `scan`, `while` and `cond` are opened and evaluated.
+A region that checks types distinguishes values that are equal on all devices from values that vary. A traced
+program holds no such types. Bound as it is, an inner program would have results typed as equal on all devices, or be
+refused; so `scan`, `while` and `cond` are opened and evaluated, with every value typed as varying.
 """
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.extend.core import Jaxpr, JaxprEqn
+from jax.typing import ArrayLike
 
 from ..jaxpr.bind import bind
-from ..jaxpr.calls import CALLS
-from ..jaxpr.compat import Literal, open_program, scan_parts
+from ..jaxpr.calls import called_program, scan_options, while_parts
+from ..jaxpr.compat import Literal, literal_value, open_program, scan_parts
+from ..jaxpr.primitives import COND, RESHARD, SCAN, VARYING_CAST, WHILE
+from ..sharding.axes import Axes
+from ..sharding.vma import cast
+
+Array = jax.Array
+#: Types a value as varying over all axes of the region; `unchecked` in a region that does not check types.
+Vary = Callable[[Any], Any]
 
 #: Casts that a trace left: here every value has the type already; axes that are not manual are the compiler's.
-_CASTS = {"pvary", "pcast", "reshard"}
-#: Types one value as varying over all axes.
-Cast = Callable[[Any], Any]
+_CASTS = {VARYING_CAST, "pcast", RESHARD}
 
 
-def equation(eqn: Any, ins: Sequence[Any], cast: Cast) -> list[Any]:
-    """The results of one equation on values that `cast` has typed, typed by it again."""
+def unchecked(x: Any) -> Any:
+    """`x` itself: no types are checked."""
+    return x
+
+
+def varying_over(axes: Axes) -> Vary:
+    """The function that types a value as varying over all of `axes`."""
+    return lambda x: cast(x, axes.every)
+
+
+def evaluate_equation(eqn: JaxprEqn, ins: Sequence[ArrayLike], vary: Vary) -> list[Array]:
+    """The results of one equation on values that `vary` has typed, typed by it again."""
+    if vary is unchecked:
+        return bind(eqn, ins)
     name = eqn.primitive.name
-    if name in CALLS:
-        return program(eqn.params[CALLS[name]], ins, cast)
+    if (called := called_program(eqn)) is not None:
+        return _program(*called, ins, vary)
     if name in _CASTS:
-        return [cast(x) for x in ins]
-    rule = {"scan": _scan, "while": _while, "cond": _cond}.get(name)
-    outs = bind(eqn, ins) if rule is None else rule(eqn, [cast(jnp.asarray(x)) for x in ins], cast)
-    return [cast(x) for x in outs]
+        return [vary(x) for x in ins]
+    rule = {SCAN: _scan, WHILE: _while, COND: _cond}.get(name)
+    outs = bind(eqn, ins) if rule is None else rule(eqn, [vary(jnp.asarray(x)) for x in ins], vary)
+    return [vary(x) for x in outs]
 
 
-def program(closed: Any, args: Sequence[Any], cast: Cast) -> list[Any]:
+def _program(jaxpr: Jaxpr, consts: Sequence[ArrayLike], args: Sequence[ArrayLike], vary: Vary) -> list[Array]:
     """The results of an inner program."""
-    jaxpr, consts = open_program(closed)
-    env: dict[Any, Any] = dict(zip(jaxpr.constvars, map(cast, map(jnp.asarray, consts)), strict=True))
+    env: dict[Any, Any] = dict(zip(jaxpr.constvars, map(vary, map(jnp.asarray, consts)), strict=True))
     env.update(zip(jaxpr.invars, args, strict=True))
-
-    def read(v: Any) -> Any:
-        if isinstance(v, Literal):
-            aval: Any = v.aval
-            return cast(jnp.asarray(v.val, aval.dtype))
-        return env[v]
-
+    read = lambda v: vary(jnp.asarray(literal_value(v))) if isinstance(v, Literal) else env[v]
     for eqn in jaxpr.eqns:
-        env.update(zip(eqn.outvars, equation(eqn, [read(v) for v in eqn.invars], cast), strict=True))
+        env.update(zip(eqn.outvars, evaluate_equation(eqn, [read(v) for v in eqn.invars], vary), strict=True))
     return [read(v) for v in jaxpr.outvars]
 
 
-def _scan(eqn: Any, ins: Sequence[Any], cast: Cast) -> list[Any]:
+def _scan(eqn: JaxprEqn, ins: Sequence[Array], vary: Vary) -> list[Array]:
     consts, carry, xs = scan_parts(eqn, list(ins))
-    count = len(carry)
+    count, inner = len(carry), open_program(eqn.params["jaxpr"])
 
-    def body(c: list[Any], x: list[Any]) -> Any:
-        outs = program(eqn.params["jaxpr"], [*consts, *c, *map(cast, x)], cast)
+    def body(c: list[Array], x: list[Array]) -> tuple[list[Array], list[Array]]:
+        outs = _program(*inner, [*consts, *c, *map(vary, x)], vary)
         return outs[:count], outs[count:]
 
-    keywords = {k: eqn.params[k] for k in ("reverse", "unroll", "length")}
-    carry, ys = lax.scan(body, carry, xs, **keywords)
+    carry, ys = lax.scan(body, carry, xs, **scan_options(eqn))
     return [*carry, *ys]
 
 
-def _while(eqn: Any, ins: Sequence[Any], cast: Cast) -> list[Any]:
-    first, second = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-    for_test, for_body, carry = ins[:first], ins[first : first + second], list(ins[first + second :])
-    test = lambda c: program(eqn.params["cond_jaxpr"], [*for_test, *c], cast)[0]
-    body = lambda c: program(eqn.params["body_jaxpr"], [*for_body, *c], cast)
+def _while(eqn: JaxprEqn, ins: Sequence[Array], vary: Vary) -> list[Array]:
+    for_test, for_body, carry = while_parts(eqn, ins)
+    test_program, body_program = open_program(eqn.params["cond_jaxpr"]), open_program(eqn.params["body_jaxpr"])
+    test = lambda c: _program(*test_program, [*for_test, *c], vary)[0]
+    body = lambda c: _program(*body_program, [*for_body, *c], vary)
     return list(lax.while_loop(test, body, carry))
 
 
-def _cond(eqn: Any, ins: Sequence[Any], cast: Cast) -> list[Any]:
-    branches = [lambda *xs, b=b: program(b, xs, cast) for b in eqn.params["branches"]]
+def _cond(eqn: JaxprEqn, ins: Sequence[Array], vary: Vary) -> list[Array]:
+    branches = [lambda *xs, b=b: _program(*open_program(b), xs, vary) for b in eqn.params["branches"]]
     return list(lax.switch(ins[0], branches, *ins[1:]))

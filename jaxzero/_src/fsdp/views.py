@@ -1,22 +1,23 @@
 """Pure views of parameters: casts, transposes, reshapes, slices, broadcasts and scalar multiples.
 
-A view is never computed where it stands. It is a parameter and a list of operations, applied to the
-gathered array at each use. So a transposed or narrowed weight that autodiff wants to keep for the backward
-pass costs nothing: what is kept is the share.
+A view is never computed where it stands. It is a parameter and a list of operations, which are applied to the
+gathered array at each use. So a transposed or narrowed weight that autodiff keeps for the backward pass takes no
+memory: only the share is kept.
 """
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import JaxprEqn
+from jax.typing import ArrayLike
 
 from ..jaxpr.bind import bind
 from ..jaxpr.flat import Known, Step, Var
 
-#: They move elements and change none, so a cast may pass them.
+#: Primitives that move elements and change none, so that a cast may be done before them.
 _MOVES = {
     "transpose",
     "reshape",
@@ -30,6 +31,7 @@ _MOVES = {
     "split",
 }
 _SCALES = {"mul", "div", "neg"}
+Array = jax.Array
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -38,19 +40,19 @@ class Op:
 
     Attributes:
       eqn: Its equation.
-      others: Its operands; `None` stands for the viewed one.
-      out: Which result.
-      depth: How many leading (layer) dimensions it does not see.
+      others: Its operands; `None` in the place of the viewed one.
+      out: The number of the result.
+      depth: How many leading dimensions count layers; it is mapped over them.
     """
 
-    eqn: Any
-    others: tuple[Any, ...]
+    eqn: JaxprEqn
+    others: tuple[ArrayLike | None, ...]
     out: int
     depth: int = 0
 
-    def __call__(self, x: Any) -> Any:
+    def __call__(self, x: Array) -> Array:
         """The operation on a whole array."""
-        f: Callable[[Any], Any] = lambda x: bind(self.eqn, [x if o is None else o for o in self.others])[self.out]
+        f: Callable[[Array], Array] = lambda x: bind(self.eqn, [x if o is None else o for o in self.others])[self.out]
         for _ in range(self.depth):
             f = jax.vmap(f)
         return f(x)
@@ -69,14 +71,14 @@ class View:
 
     Attributes:
       source: The input of the program that holds the share.
-      ops: What is done to the gathered array.
+      ops: Operations on the gathered array, first to last.
     """
 
     source: Var
     ops: tuple[Op, ...] = ()
 
-    def dtype(self, stored: Any) -> Any:
-        """The dtype in which the gather travels: narrowed first, if the view narrows it."""
+    def gather_dtype(self, stored: jnp.dtype) -> jnp.dtype:
+        """The dtype in which the parameter travels: if the view narrows it, the share is narrowed before the gather."""
         for op in self.ops:
             name = op.eqn.primitive.name
             if name == "convert_element_type":
@@ -86,7 +88,7 @@ class View:
                 break
         return stored
 
-    def apply(self, x: Any) -> Any:
+    def apply(self, x: Array) -> Array:
         """The view of a gathered array."""
         for op in self.ops:
             x = op(x)
@@ -103,7 +105,7 @@ class View:
 
 
 def view_through(step: Step, views: dict[Var, View]) -> list[View] | None:
-    """The views that are the results of a step, or `None` if it computes something."""
+    """The views that are the results of a step; `None` if it computes something."""
     lazy = [i for i, x in enumerate(step.ins) if isinstance(x, Var) and x in views]
     if len(lazy) != 1 or step.eqn is None:
         return None

@@ -1,34 +1,38 @@
-"""One call of a user's function of parameters and examples: what it was given, checked and put in its place."""
+"""One call of a user's function of parameters and examples: its arguments, checked and put in place."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any
+import functools
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec
+from jax.sharding import AbstractMesh, PartitionSpec
 
 from .._text import path_text
+from .._types import PyTree
+from ..fsdp.varying import Vary, unchecked, varying_over
 from ..jaxpr import trace
-from ..optimizer import checks as optimizer_checks
+from ..optimizer.checks import RESHARD
 from ..sharding import axes as sharding_axes
-from ..sharding import checks, host
-from ..sharding import place as sharding_place
+from ..sharding import checks, host, place
 from ..sharding.axes import Axes
 from ..sharding.layout import is_split
 from ..sharding.leaves import Leaves, unwrap
 from ..sharding.options import Options, memory_kind, param_leaves, resolve_axes
 from ..sharding.regions import open_region
-from . import batch as gradients_batch
-from .batch import Arguments
+from .batch import Arguments, check_divides, fold, sort_arguments
 
-P = PartitionSpec
+Array = jax.Array
+T = TypeVar("T")
+#: What runs on each device: parameters, arrays of the batch, constants, and the function that types values as varying.
+Body = Callable[[Sequence[Array], Sequence[Array], Sequence[Array], Vary], T]
 
 
 @dataclasses.dataclass(frozen=True)
 class CallSpec:
-    """Everything about a call but its arrays: equal settings share one compiled program.
+    """Everything about a call but its arrays: equal ones share one compiled program.
 
     Attributes:
       options: The options.
@@ -36,7 +40,7 @@ class CallSpec:
       manual: Whether the call stands inside a user's `shard_map`.
       leaves: The parameters, without their arrays.
       arguments: The other arguments, without their arrays.
-      steps: Into how many micro-batches the examples of each device are cut.
+      steps: Into how many microbatches the examples of each device are cut.
     """
 
     options: Options
@@ -52,27 +56,27 @@ class CallSpec:
         return self.options.stage == 3
 
     @property
-    def over(self) -> tuple[str, ...]:
-        """The axes over which examples are dealt, in the mesh's order: no data has to move."""
+    def batch_axes(self) -> tuple[str, ...]:
+        """The axes over which examples are cut, in the mesh's order: no data has to move."""
         return tuple(a for a in self.options.mesh.axis_names if a in self.axes.every)
 
     @property
     def param_specs(self) -> list[PartitionSpec]:
-        """Where parameters are at rest."""
+        """The specs of parameters as they are stored."""
         return [leaf.spec(self.axes.shard if self.split else None) for leaf in self.leaves.leaves]
 
     @property
     def batch_specs(self) -> list[PartitionSpec]:
-        """How the arrays of the batch are dealt."""
-        return [a.spec(self.over) for a in self.arguments.arrays]
+        """How the arrays of the batch are cut."""
+        return [a.spec(self.batch_axes) for a in self.arguments.arrays]
 
     @property
     def abstract_params(self) -> list[jax.ShapeDtypeStruct]:
         """The parameters at full shapes."""
         return [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in self.leaves.leaves]
 
-    def abstract_batch(self, arrays: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
-        """The arrays of the batch as one device sees them in one micro-step."""
+    def abstract_batch(self, arrays: Sequence[Array]) -> list[jax.ShapeDtypeStruct]:
+        """The arrays of the batch as one device sees them of one microbatch."""
         count = (1 if self.manual else self.axes.n * self.axes.r) * self.steps
         cut = lambda x: (np.shape(x)[0] // count, *np.shape(x)[1:])
         shapes = [cut(x) if a.cut else np.shape(x) for a, x in zip(self.arguments.arrays, arrays, strict=True)]
@@ -84,74 +88,123 @@ class CallSpec:
         return list(zip(self.axes.every, self.axes.sizes, strict=True))
 
     @property
-    def trace_mesh(self) -> Any:
+    def trace_mesh(self) -> AbstractMesh:
         """The mesh under which the user's function is traced outside a region."""
         return sharding_axes.for_losses(self.options.mesh, self.axes)
 
     @property
-    def dealt(self) -> list[bool]:
+    def differs(self) -> list[bool]:
         """Which arrays of the batch differ between devices."""
         return [a.cut or a.key for a in self.arguments.arrays]
 
-    def fetched(self, params: Sequence[Any]) -> Sequence[Any]:
-        """Parameters on the device where they are whole; shares stay until they are gathered."""
-        return params if self.split else [host.to_device(x) for x in params]
+    def on_devices(
+        self,
+        body: Body[T],
+        params: Sequence[Array],
+        arrays: Sequence[Array],
+        consts: Sequence[Array],
+        out_specs: PyTree,
+        *,
+        told: bool = True,
+    ) -> T:
+        """`body(params, arrays, consts, vary)` on each device.
 
-    def region(self, body: Callable[..., Any], in_specs: Any, out_specs: Any, *, told: bool = True) -> Any:
-        """The one region without the type check: that in which a user's function runs.
+        Inside a user's `shard_map` that is here, where types say what differs between devices. In the global view it
+        is in a region of the library's own, the one without the type check: a program written for one device does not
+        pass it (a scan's carry that starts as a constant), and without it autodiff inserts no reduction.
 
-        A program written for one device does not pass it (a scan carry that starts as a constant), and
-        without it autodiff inserts no reduction.
+        Args:
+          body: Takes parameters (shares at stage 3), arrays of the batch with their keys folded, `consts`, and
+            the function that types a value as varying.
+          params: The parameters.
+          arrays: The arrays of the batch.
+          consts: Arrays that are equal on all devices.
+          out_specs: Specs of the results, in the global view.
+          told: As for `open_region`.
+
+        Returns:
+          The results of `body`.
         """
-        return open_region(self.options.mesh, self.axes, body, in_specs, out_specs, told=told, check_vma=False)
+        vary = varying_over(self.axes) if self.manual else unchecked
+
+        def local(params: Sequence[Array], arrays: Sequence[Array], consts: Sequence[Array]) -> T:
+            arrays = fold(self.arguments.arrays, arrays, self.axes)
+            # Shares stay on the host, if they are stored there, until they are gathered.
+            return body(params if self.split else [host.to_device(x) for x in params], arrays, consts, vary)
+
+        if self.manual:
+            return local(params, arrays, consts)
+        in_specs = (self.param_specs, self.batch_specs, PartitionSpec())
+        run = open_region(self.options.mesh, self.axes, local, in_specs, out_specs, told=told, check_vma=False)
+        return run(params, arrays, consts)
 
 
-def wrap(
+def cached_by_callable(make: Callable[..., T]) -> Callable[..., T]:
+    """`make(options, fn, ...)`, cached, so that equal arguments share compiled programs.
+
+    A callable that cannot be hashed, such as a dataclass with `__call__`, is not cached: `make` runs for each call.
+    """
+    cached = functools.lru_cache(maxsize=64)(make)
+
+    @functools.wraps(make)
+    def get(options: Options, fn: Callable[..., Any], *rest: Hashable) -> T:
+        try:
+            hash(fn)
+        except TypeError:
+            return make(options, fn, *rest)
+        return cached(options, fn, *rest)
+
+    get.cache_clear = cached.cache_clear  # type: ignore[attr-defined]
+    return get
+
+
+def compiled_per_call(
     call: str,
     options: Options,
     whole_argnums: Sequence[int],
     fold_keys: bool,
-    run: Callable[[CallSpec, Sequence[Any], Sequence[Any]], Any],
+    run: Callable[[CallSpec, Sequence[Array], Sequence[Array]], T],
     steps: int = 1,
-) -> Callable[..., Any]:
-    """A function of parameters and batch that checks and places them and hands their arrays to `run`.
+) -> Callable[..., T]:
+    """A function of parameters and batch that checks and places them and passes their arrays to `run`.
 
-    Called eagerly it is compiled once for each setting.
+    Called eagerly it is compiled once for each `CallSpec`.
 
     Args:
       call: The name of the call, for errors.
       options: The options.
       whole_argnums: Positions of arguments that are given whole to every device.
       fold_keys: Whether scalar keys are folded with the device's index.
-      run: Takes a setting, the arrays of the parameters and the arrays of the batch.
-      steps: Into how many micro-batches the examples of each device are cut.
+      run: Takes a `CallSpec`, the arrays of the parameters and the arrays of the batch.
+      steps: Into how many microbatches the examples of each device are cut.
 
     Returns:
       The function.
     """
-    compiled: dict[Any, Any] = {}
+    compiled: dict[tuple[CallSpec, bool], Callable[..., T]] = {}
 
-    def wrapped(params: Any, *batch: Any) -> Any:
+    def wrapped(params: PyTree, *batch: Any) -> T:
         axes, manual = resolve_axes(options, call)
-        traced = manual or sharding_place.is_traced((params, batch))
-        arguments, arrays = gradients_batch.sort_arguments(batch, whole_argnums, fold_keys, traced, call)
-        leaves = _parameters(call, params, axes, options, manual)
-        setting = CallSpec(options, axes, manual, leaves, arguments, steps)
+        traced = manual or place.is_traced((params, batch))
+        arguments, arrays = sort_arguments(batch, whole_argnums, fold_keys, traced, call)
+        leaves = _param_leaves(call, params, axes, options, manual)
+        spec = CallSpec(options, axes, manual, leaves, arguments, steps)
         flat = jax.tree.leaves(params)
-        gradients_batch.check_divides(arguments.arrays, arrays, (1, 1) if manual else (axes.n, axes.r), steps, call)
+        check_divides(arguments.arrays, arrays, (1, 1) if manual else (axes.n, axes.r), steps, call)
         if not manual:
-            flat, arrays = _placed(call, setting, flat, arrays)
+            flat, arrays = _placed(call, spec, flat, arrays)
         if traced:
-            return run(setting, flat, arrays)
-        key = (setting, trace.x64())
+            return run(spec, flat, arrays)
+        key = (spec, trace.x64())
         if key not in compiled:
-            compiled[key] = jax.jit(lambda p, b: run(setting, p, b))
+            compiled[key] = jax.jit(lambda p, b: run(spec, p, b))
         return compiled[key](flat, arrays)
 
     return wrapped
 
 
-def _parameters(call: str, params: Any, axes: Axes, options: Options, manual: bool) -> Leaves:
+def _param_leaves(call: str, params: PyTree, axes: Axes, options: Options, manual: bool) -> Leaves:
+    """The leaves of the parameters; refuses such as are not stored as the stage says."""
     checks.parameters(call, options, params)
     split = options.stage == 3
     leaves = param_leaves(options, params, axes.n, shares=split and manual)
@@ -168,16 +221,19 @@ def _parameters(call: str, params: Any, axes: Axes, options: Options, manual: bo
             raise ValueError(
                 f"{call}: parameter leaf {path_text(leaf.path)!r} has stored shape {np.shape(unwrap(x))}; at stage 3 "
                 f"expected {wanted}, its share layout over {axes.n} devices. It is whole, or split for another mesh or "
-                f"stage. Fix: {optimizer_checks.RESHARD}"
+                f"stage. Fix: {RESHARD}"
             )
     return leaves
 
 
-def _placed(call: str, setting: CallSpec, params: Sequence[Any], arrays: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    mesh_ = setting.options.mesh
-    place = lambda path, x, spec, own, kind=None: sharding_place.place(call, mesh_, path, x, spec, own, kind)
-    kind = lambda leaf: memory_kind(setting.options, "params", leaf.layout)
-    rows = zip(setting.leaves.leaves, params, setting.param_specs, strict=True)
-    params = [place(leaf.path, x, spec, setting.axes.every, kind(leaf)) for leaf, x, spec in rows]
-    arrays = [place((), x, spec, mesh_.axis_names) for x, spec in zip(arrays, setting.batch_specs, strict=True)]
-    return params, arrays
+def _placed(
+    call: str, spec: CallSpec, params: Sequence[Array], arrays: Sequence[Array]
+) -> tuple[list[Array], list[Array]]:
+    """Parameters and arrays of the batch where the specs say, in the global view."""
+    mesh, options = spec.options.mesh, spec.options
+    kind = lambda leaf: memory_kind(options, "params", leaf.layout)
+    rows = zip(spec.leaves.leaves, params, spec.param_specs, strict=True)
+    return (
+        [place.place(call, mesh, leaf.path, x, s, spec.axes.every, kind(leaf)) for leaf, x, s in rows],
+        [place.place(call, mesh, (), x, s, mesh.axis_names) for x, s in zip(arrays, spec.batch_specs, strict=True)],
+    )

@@ -53,8 +53,8 @@ def is_mean(dtype: Any) -> bool:
     return bool(jnp.issubdtype(dtype, jnp.inexact))
 
 
-def check(call: str, out: Any, how: GradOptions) -> tuple[Any, Any, Any]:
-    """The loss, its weight (`None` without) and aux (`None` without); refused in words where they do not fit."""
+def split_result(call: str, out: Any, how: GradOptions) -> tuple[Any, Any, Any]:
+    """The loss, its weight and aux (`None` without) from what a user's loss returns; refuses what does not fit."""
     if how.has_aux and not (isinstance(out, tuple) and len(out) == 2):
         raise ValueError(
             f"{call}: has_aux=True, but the loss returns {type(out).__name__}. Expected (loss, aux). "

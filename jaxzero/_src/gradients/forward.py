@@ -9,59 +9,66 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from .._positions import replace_at
 from .._text import path_text
+from .._types import PyTree
+from ..comm.reduce import GradReducer, Summand
+from ..fsdp.evaluate import evaluate
+from ..fsdp.schedule import schedule_gathers
+from ..fsdp.varying import Vary
 from ..jaxpr import dependence
-from ..sharding import vma
+from ..jaxpr.flat import flatten
 from ..sharding.flax_boxes import opened
-from ..sharding.options import Options
-from . import batch, checks
-from . import program as gradients_program
-from .call import CallSpec, wrap
+from ..sharding.options import Options, gather_options, reduce_options
+from ..sharding.vma import varying
+from . import checks
+from .call import CallSpec, cached_by_callable, compiled_per_call
+from .program import share_layouts, trace_sharded
 
 P = PartitionSpec
+Array = jax.Array
 CALL = "forward"
 
 
-@functools.lru_cache(maxsize=64)
+@cached_by_callable
 def forward(
     options: Options, fn: Callable[..., Any], whole_argnums: tuple[int, ...], fold_keys: bool
 ) -> Callable[..., Any]:
     """See `Zero.forward`; the same function for the same arguments, so that caches work."""
-    return wrap(CALL, options, whole_argnums, fold_keys, functools.partial(_run, fn))
+    return compiled_per_call(CALL, options, whole_argnums, fold_keys, functools.partial(_run, fn))
 
 
-def _run(fn: Callable[..., Any], setting: CallSpec, params: Sequence[Any], arrays: Sequence[Any]) -> Any:
-    call = lambda p, b: fn(opened(setting.leaves.unflatten(p)), *setting.arguments.rebuild(b))
-    program = gradients_program.trace_forward(call, setting, arrays)
-    marks = [False] * len(setting.leaves.leaves) + setting.dealt
-    differs = dependence.depends(program.program.jaxpr, marks, setting.axes.every)
-    kinds = _kinds(program.program.out, differs, setting, arrays)
+def _run(fn: Callable[..., Any], spec: CallSpec, params: Sequence[Array], arrays: Sequence[Array]) -> PyTree:
+    """The results of one call, as users get them: traced, scheduled and evaluated as a gradient program is."""
+    call = lambda p, b: fn(opened(spec.leaves.unflatten(p)), *spec.arguments.rebuild(b))
+    program = trace_sharded(CALL, call, spec, arrays)
+    flat = flatten(program.jaxpr)
+    layouts = share_layouts(spec, program, flat)
+    schedule = schedule_gathers(flat, layouts, {}, gather_options(spec.options, spec.axes))
+    marks = [False] * len(spec.leaves.leaves) + spec.differs
+    kinds = _kinds(program.out, dependence.depends(program.jaxpr, marks, spec.axes.every), spec, arrays)
+    reducer = GradReducer(spec.axes, reduce_options(spec.options))
 
-    def body(params: Any, arrays: Any, consts: Any) -> list[Any]:
-        arrays = batch.fold(setting.arguments.arrays, arrays, setting.axes)
-        outs, _ = program.run(setting.fetched(params), arrays, consts, setting.manual)
-        return _results([jnp.asarray(x) for x in outs], kinds, program, setting)
+    def on_device(params: Sequence[Array], arrays: Sequence[Array], consts: Sequence[Array], vary: Vary) -> list[Array]:
+        outs, _ = evaluate(schedule, [*consts, *params, *arrays], reducer, vary)
+        return _results([jnp.asarray(x) for x in outs], kinds, reducer, spec)
 
-    if setting.manual:
-        outs = body(params, arrays, program.consts)
-    else:
-        dealt = [P(setting.over) if kind == "examples" else P() for kind in kinds]
-        run = setting.region(body, (setting.param_specs, setting.batch_specs, P()), dealt, told=False)
-        outs = run(params, arrays, program.consts)
-    return jax.tree.unflatten(jax.tree.structure(program.program.out), outs)
+    out_specs = [] if spec.manual else [P(spec.batch_axes) if kind == "examples" else P() for kind in kinds]
+    outs = spec.on_devices(on_device, params, arrays, program.consts, out_specs, told=False)
+    return jax.tree.unflatten(jax.tree.structure(program.out), outs)
 
 
-def _kinds(out: Any, differs: Sequence[bool], setting: CallSpec, arrays: Sequence[Any]) -> list[str]:
+def _kinds(out: PyTree, differs: Sequence[bool], spec: CallSpec, arrays: Sequence[Array]) -> list[str]:
     """For each result: the same on all devices, the mean over devices, or examples."""
-    local = setting.abstract_batch(arrays)
-    lengths = {x.shape[0] for a, x in zip(setting.arguments.arrays, local, strict=True) if a.cut}
+    local = spec.abstract_batch(arrays)
+    lengths = {x.shape[0] for a, x in zip(spec.arguments.arrays, local, strict=True) if a.cut}
     kinds = []
     for (path, x), mark in zip(jax.tree_util.tree_leaves_with_path(out), differs, strict=True):
         if not mark:
             kinds.append("same")
         elif x.shape == () and checks.is_mean(x.dtype):
             kinds.append("mean")
-        elif x.shape and (x.shape[0] in lengths or setting.manual):
+        elif x.shape and (x.shape[0] in lengths or spec.manual):
             kinds.append("examples")
         else:
             raise ValueError(
@@ -73,15 +80,12 @@ def _kinds(out: Any, differs: Sequence[bool], setting: CallSpec, arrays: Sequenc
     return kinds
 
 
-def _results(outs: Sequence[Any], kinds: Sequence[str], program: Any, setting: CallSpec) -> list[Any]:
-    """Means taken; inside a user's `shard_map`, what is the same on all devices typed so."""
-    out = list(outs)
+def _results(outs: Sequence[Array], kinds: Sequence[str], reducer: GradReducer, spec: CallSpec) -> list[Array]:
+    """Means over devices; inside a user's `shard_map` values that are equal on all devices are typed so."""
     means = [i for i, kind in enumerate(kinds) if kind == "mean"]
-    done = program.mean.whole([out[i] for i in means], [out[i].dtype for i in means])
-    for i, x in zip(means, done, strict=True):
-        out[i] = x
+    out = replace_at(outs, means, reducer.all_reduce([Summand(outs[i], outs[i].dtype) for i in means]))
     for i, kind in enumerate(kinds):
-        over = tuple(a for a in setting.axes.every if setting.manual and a in vma.varying(out[i]))
+        over = tuple(a for a in spec.axes.every if spec.manual and a in varying(out[i]))
         if kind == "same" and over:
             out[i] = lax.all_gather(out[i], over, to="invarying")[0]
     return out

@@ -1,8 +1,7 @@
-"""A function of split parameters as a program: traced at full shapes, planned, evaluated step by step."""
+"""Stage 3: a function of split parameters is traced at full shapes, scheduled, and evaluated on shares."""
 
-import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -10,105 +9,133 @@ import jax.numpy as jnp
 
 from .._text import path_text
 from ..comm.reduce import GradReducer
-from ..fsdp import evaluate, schedule
-from ..jaxpr import trace as jaxpr_trace
-from ..jaxpr.flat import flatten, speaks_of_axes
-from ..sharding.vma import abstract_varying, cast
+from ..fsdp.evaluate import evaluate, together
+from ..fsdp.schedule import Schedule, schedule_gathers
+from ..fsdp.varying import Vary
+from ..jaxpr import trace
+from ..jaxpr.flat import Flat, Var, flatten, speaks_of_axes
+from ..jaxpr.trace import Program
+from ..sharding.layout import Layout
+from ..sharding.options import gather_options
+from ..sharding.vma import abstract_varying
 from .accumulate import Terms
 from .call import CallSpec
 from .checks import check_effects
+from .local_loss import CALL, LocalLoss
+
+Array = jax.Array
+#: Reads a traced program and its schedule before they are evaluated.
+Watch = Callable[[Program, Schedule], None]
 
 
-@dataclasses.dataclass(eq=False)
-class SplitProgram:
-    """A planned program of parameters and examples.
+def ignore(program: Program, schedule: Schedule) -> None:
+    """A `Watch` that reads nothing."""
 
-    Attributes:
-      plan: When to gather what.
-      program: The traced program.
-      mean: How its gradients are sent.
+
+def sharded_gradient(loss: LocalLoss, params: Sequence[Array], arrays: Sequence[Array], watch: Watch = ignore) -> Terms:
+    """The mean loss, aux and gradients of parameters that are split (stage 3).
+
+    Args:
+      loss: The loss.
+      params: Shares of the parameters, inside a user's `shard_map`; else the stored arrays.
+      arrays: The arrays of the batch.
+      watch: Called with the traced program and its schedule.
+
+    Returns:
+      The means; gradients are shares, or stored arrays.
     """
+    spec, reducer = loss.spec, loss.reducer
+    program = trace_gradient(loss, arrays)  # at full shapes, with no mesh in sight
+    flat = flatten(program.jaxpr)
+    check_used(spec, program, flat)
+    grads, options = grad_layouts(loss, program), gather_options(spec.options, spec.axes)
+    schedule = schedule_gathers(flat, share_layouts(spec, program, flat), grads, options, loss_output=0)
+    loss.check_aux(arrays)
+    watch(program, schedule)
 
-    plan: schedule.Schedule
-    program: jaxpr_trace.Program
-    mean: GradReducer
+    def on_device(shares: Sequence[Array], arrays: Sequence[Array], consts: Sequence[Array], vary: Vary) -> Terms:
+        def microbatch(arrays: Sequence[Array]) -> Terms:
+            here, arrays = (shares, arrays) if reducer.steps == 1 else together(shares, arrays)
+            outs, grad_shares = evaluate(schedule, [*consts, *here, *arrays], reducer, vary)
+            return as_terms(program, outs, zeros_like_missing(schedule, grad_shares, reducer, vary))
 
-    @property
-    def consts(self) -> list[Any]:
-        """What the function closes over."""
-        return self.program.consts
+        return loss.mean(microbatch, arrays, vary)
 
-    def run(
-        self, params: Sequence[Any], arrays: Sequence[Any], consts: Sequence[Any], typed: bool
-    ) -> tuple[list[Any], dict[int, Any]]:
-        """The results, flat, and by position the gradients as shares of sums over the shard axis."""
-        return evaluate.evaluate(self.plan, [*consts, *params, *arrays], self.mean, typed)
-
-
-class GradientProgram(SplitProgram):
-    """A program whose results are `Terms`."""
-
-    def step(self, params: Sequence[Any], consts: Sequence[Any], typed: bool) -> Callable[[list[Any]], Terms]:
-        """One micro-step, inside a manual region."""
-
-        def step(arrays: list[Any]) -> Terms:
-            here = params
-            if self.mean.steps > 1:
-                here, arrays = evaluate.together(params, arrays)
-            outs, sums = self.run(here, arrays, consts, typed)
-            for position, layout in self.plan.grads.items():
-                outs[position] = sums.get(position)
-                if outs[position] is None:  # the loss does not use this parameter
-                    aval = jax.tree.leaves(self.program.out)[position]
-                    zero = jnp.zeros(layout.local_shape, self.mean.wire(aval.dtype))
-                    outs[position] = cast(zero, self.mean.axes.every) if typed else zero
-            return jax.tree.unflatten(jax.tree.structure(self.program.out), [jnp.asarray(x) for x in outs])
-
-        return step
+    return spec.on_devices(on_device, params, arrays, program.consts, loss.out_specs)
 
 
-def trace(terms: Callable[..., Terms], setting: CallSpec, arrays: Sequence[Any], mean: GradReducer) -> GradientProgram:
-    """Traces `terms(params, arrays)` at full shapes and plans when to gather and to reduce."""
-    program = _traced("value_and_grad", terms, setting, arrays)
-    if setting.manual and speaks_of_axes(program.jaxpr):
+def trace_gradient(loss: LocalLoss, arrays: Sequence[Array]) -> Program:
+    """The gradient program of one device's examples of one microbatch: its results are `Terms`."""
+    program = trace_sharded(CALL, loss.differentiate, loss.spec, arrays)
+    if loss.spec.manual and speaks_of_axes(program.jaxpr):
         # Its collectives, or what it closes over: autodiff must know that parameters and examples vary, too.
-        program = _traced("value_and_grad", functools.partial(terms, trees=[]), setting, arrays, varying=True)
-    leaves = jax.tree.leaves(program.out)
-    trainable = [leaf for leaf in setting.leaves.leaves if leaf.trainable]
-    start = len(leaves) - len(trainable)
-    grads = {start + i: leaf.layout for i, leaf in enumerate(trainable) if leaf.layout is not None}
-    return GradientProgram(_plan(program, setting, grads, turn=0), program, mean)
+        typed = functools.partial(loss.differentiate, check=loss.check_types)
+        program = trace_sharded(CALL, typed, loss.spec, arrays, varying=True)
+    return program
 
 
-def trace_forward(fn: Callable[..., Any], setting: CallSpec, arrays: Sequence[Any]) -> SplitProgram:
-    """Traces `fn(params, arrays)` at full shapes and plans when to gather."""
-    program = _traced("forward", fn, setting, arrays)
-    return SplitProgram(_plan(program, setting, {}, turn=None), program, GradReducer(setting.axes, setting.options))
+def trace_sharded(
+    call: str, fn: Callable[..., Any], spec: CallSpec, arrays: Sequence[Array], varying: bool = False
+) -> Program:
+    """The program of `fn(params, arrays)` at full parameter shapes and the shapes of one device's examples.
 
+    Args:
+      call: The name of the call, for errors.
+      fn: The function.
+      spec: The call.
+      arrays: The arrays of the batch, of which only shapes and dtypes are read.
+      varying: Whether all arguments are typed as varying, inside a user's `shard_map`.
 
-def _traced(
-    call: str, fn: Callable[..., Any], setting: CallSpec, arrays: Sequence[Any], varying: bool = False
-) -> jaxpr_trace.Program:
-    known, local = setting.abstract_params, setting.abstract_batch(arrays)
+    Returns:
+      The program; refused if it has ordered effects.
+    """
+    known, local = spec.abstract_params, spec.abstract_batch(arrays)
     if varying:
-        known, local = abstract_varying(known, setting.axes.every), abstract_varying(local, setting.axes.every)
-    program = jaxpr_trace.trace(fn, known, local, axis_env=setting.axis_env, mesh=setting.trace_mesh)
+        known, local = abstract_varying(known, spec.axes.every), abstract_varying(local, spec.axes.every)
+    program = trace.trace(fn, known, local, axis_env=spec.axis_env, mesh=spec.trace_mesh)
     check_effects(program.jaxpr, call)
     return program
 
 
-def _plan(program: jaxpr_trace.Program, setting: CallSpec, grads: Any, turn: int | None) -> schedule.Schedule:
-    flat = flatten(program.jaxpr)
-    leaves = setting.leaves.leaves
-    first = len(program.consts)
-    held = flat.inputs[first : first + len(leaves)]
-    used = {x for step in flat.steps for x in step.ins}.union(flat.outs)
-    if leaves and turn is not None and used.isdisjoint(held):
+def check_used(spec: CallSpec, program: Program, flat: Flat) -> None:
+    """Refuses a loss that uses no leaf of the parameters."""
+    leaves, used = spec.leaves.leaves, {x for step in flat.steps for x in step.ins}.union(flat.outs)
+    if leaves and used.isdisjoint(param_inputs(spec, program, flat)):
         raise ValueError(
             f"value_and_grad: the loss uses no leaf of the parameters. Found none of "
             f"{[path_text(leaf.path) for leaf in leaves[:4]]} in its trace; expected a function of its first "
             "argument. Fix: use the argument, not parameters that the function closes over."
         )
-    cut = [leaf.layout if setting.split else None for leaf in leaves]
-    layouts = {v: layout for v, layout in zip(held, cut, strict=True) if layout is not None}
-    return schedule.plan(flat, layouts, {}, grads, setting.options, turn=turn)
+
+
+def param_inputs(spec: CallSpec, program: Program, flat: Flat) -> list[Var]:
+    """The inputs of a program that are the parameters."""
+    first = len(program.consts)
+    return flat.inputs[first : first + len(spec.leaves.leaves)]
+
+
+def share_layouts(spec: CallSpec, program: Program, flat: Flat) -> dict[Var, Layout]:
+    """The inputs of a program that hold shares, with the layouts of these; none below stage 3."""
+    layouts = [leaf.layout if spec.split else None for leaf in spec.leaves.leaves]
+    pairs = zip(param_inputs(spec, program, flat), layouts, strict=True)
+    return {v: layout for v, layout in pairs if layout is not None}
+
+
+def grad_layouts(loss: LocalLoss, program: Program) -> dict[int, Layout]:
+    """The positions of the results of a gradient program that are gradients of split leaves, with their layouts."""
+    start = len(jax.tree.leaves(program.out)) - len(loss.trainable)
+    return {i: leaf.layout for i, leaf in enumerate(loss.trainable, start) if leaf.layout is not None}
+
+
+def zeros_like_missing(
+    schedule: Schedule, grad_shares: Mapping[int, Array], reducer: GradReducer, vary: Vary
+) -> dict[int, Array]:
+    """The shares of all gradients; zeros where the loss does not use a parameter."""
+    zeros = lambda i, layout: vary(jnp.zeros(layout.local_shape, reducer.wire(schedule.grad_dtype(i))))
+    return {i: grad_shares[i] if i in grad_shares else zeros(i, layout) for i, layout in schedule.grads.items()}
+
+
+def as_terms(program: Program, outs: Sequence[Array | None], grad_shares: Mapping[int, Array]) -> Terms:
+    """The results of a gradient program in its own structure, with shares in the places of split gradients."""
+    leaves = [jnp.asarray(grad_shares.get(i, x)) for i, x in enumerate(outs)]
+    return jax.tree.unflatten(jax.tree.structure(program.out), leaves)
