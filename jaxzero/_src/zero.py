@@ -23,6 +23,7 @@ from .gradients.forward import forward
 from .gradients.value_and_grad import value_and_grad
 from .optimizer import checks, wrapper
 from .sharding.options import Options, require_observed
+from .sharding.scalars import python_scalar
 
 
 @dataclasses.dataclass(frozen=True)
@@ -336,7 +337,7 @@ class Zero(Options):
           >>> float(value), float(grad)
           (9.0, 6.0)
         """
-        how = GradOptions(bool(has_aux), accumulate, jnp.dtype(accumulate_dtype), sync, bool(weighted))
+        how = GradOptions(bool(has_aux), accumulate, accumulate_dtype, sync, bool(weighted))
         how.check("value_and_grad", self.stage)
         require_observed(self, "value_and_grad")
         return value_and_grad(self._options, loss_fn, how, _positions(whole_argnums), bool(fold_keys))
@@ -523,4 +524,14 @@ class Zero(Options):
 
 
 def _positions(whole_argnums: int | Sequence[int]) -> tuple[int, ...]:
-    return (whole_argnums,) if isinstance(whole_argnums, int) else tuple(whole_argnums)
+    given = python_scalar(whole_argnums)
+    try:
+        found = tuple(map(python_scalar, (given,) if isinstance(given, int) else given))
+    except TypeError:
+        found = (None,)
+    if not all(isinstance(i, int) for i in found):
+        raise ValueError(
+            f"Zero: whole_argnums={whole_argnums!r}. Expected positions of the loss's arguments, an int or a tuple of "
+            "ints. Fix: for example whole_argnums=2, or whole_argnums=() for none."
+        )
+    return found

@@ -79,7 +79,7 @@ def of(name: str) -> Problem:
 
 def read(value: Any) -> Problem | None:
     """A returned value as a problem; `None` if it is none."""
-    first, *rest = value if isinstance(value, tuple) and value else (value,)
+    first, *rest = value if isinstance(value, tuple) and value and not hasattr(value, "_fields") else (value,)
     linen, nnx = sys.modules.get("flax.linen"), sys.modules.get("flax.nnx")
     if linen is not None and isinstance(first, linen.Module):
         return _linen(linen, first, _inputs(rest)) if rest else None

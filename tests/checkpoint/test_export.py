@@ -1,6 +1,8 @@
 """Parameters of a checkpoint, as other tools read them."""
 
 import json
+import os
+import stat
 
 import checks
 import helpers
@@ -115,3 +117,18 @@ def test_command_line(tmp_path, capsys):
     assert "jaxzero: export: " in capsys.readouterr().err
     assert cli.main(["export", str(tmp_path), "--out", str(tmp_path / "o"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {"folder": str(tmp_path / "o"), "files": ["model.safetensors"]}
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o077, 0o002])
+def test_files_have_the_mode_of_the_umask(umask, tmp_path):
+    """As a file that any other program writes; in several files and the index too."""
+    save(tmp_path, {"a": jnp.ones(64), "b": jnp.ones(64)})
+    before = os.umask(umask)
+    try:
+        one, many = export(tmp_path), export(tmp_path, out=tmp_path / "many", max_bytes=np.int64(300))
+    finally:
+        os.umask(before)
+    files = [*one.iterdir(), *many.iterdir()]
+    assert len(files) == 4
+    assert {stat.S_IMODE(os.stat(file).st_mode) for file in files} == {0o666 & ~umask}
+    assert load(many).keys() == {"a", "b"}

@@ -18,6 +18,7 @@ from jax.experimental import topologies
 
 from .._text import nearest
 from ..jaxpr.compat import backends_started
+from ..sharding.scalars import is_int, python_scalar
 
 #: What differs between GPUs, as NVIDIA publishes it: memory in bytes, bandwidth in bytes/s, clock in GHz.
 _GPUS: dict[str, dict[str, Any]] = {
@@ -92,13 +93,14 @@ def _parse(name: Any, nodes: Any, per_node: Any) -> tuple[str, tuple[int, ...]]:
     given = re.fullmatch(r"\d+(x\d+)*", grid)
     sizes = tuple(map(int, grid.split("x"))) if given else ()
     if kind in _GPUS and not colon:
-        sizes = tuple(default if size is None else size for size, default in ((nodes, 1), (per_node, 8)))
+        given_sizes = ((python_scalar(nodes), 1), (python_scalar(per_node), 8))
+        sizes = tuple(default if size is None else size for size, default in given_sizes)
     elif nodes is not None or per_node is not None:
         raise ValueError(
             f"topology: {name!r} with nodes={nodes!r}, per_node={per_node!r}. Expected sizes in one place; a grid of "
             f"TPU chips has no nodes. Fix: topology({example!r})."
         )
-    fits = all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in sizes)
+    fits = all(is_int(n, 1) for n in sizes)
     if len(sizes) != dims or not fits:
         what = "nodes x GPUs in each" if kind in _GPUS else f"a grid of chips in {dims} dimensions"
         raise ValueError(

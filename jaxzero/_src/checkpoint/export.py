@@ -2,6 +2,8 @@
 
 import json
 import math
+import os
+import stat
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -10,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._optional import need
+from ..sharding.scalars import is_int, python_scalar
 from . import api, orbax_io
 from .leaves import PARAMS
 
@@ -51,7 +54,8 @@ def export(
     """
     if to not in FORMATS:
         raise ValueError(f"export: to={to!r}. Expected one of {FORMATS}. Fix: to='safetensors'.")
-    if isinstance(max_bytes, bool) or not isinstance(max_bytes, int) or max_bytes < 1:
+    max_bytes = python_scalar(max_bytes)
+    if not is_int(max_bytes, 1):
         raise ValueError(
             f"export: max_bytes={max_bytes!r}. Expected a positive int. Fix: leave it out for {MAX_BYTES}."
         )
@@ -68,13 +72,21 @@ def export(
         found = orbax_io.read_plain(path, [name for name in names if 0 not in leaves[name].shape])
         empty = {name: np.zeros(x.shape, x.dtype) for name, x in leaves.items() if name in names and 0 in x.shape}
         tensors = {_dotted(name): np.asarray(x, order="C") for name, x in {**found, **empty}.items()}
-        library.save_file(tensors, folder / file, metadata={"format": "np", "step": path.name})
+        _save(library, tensors, folder / file, {"format": "np", "step": path.name})
     if len(groups) > 1:
         index = {_dotted(name): file for file, names in files.items() for name in names}
         total = sum(_bytes(x) for x in leaves.values())
         text = json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=1)
         (folder / "model.safetensors.index.json").write_text(text)
     return folder
+
+
+def _save(library: Any, tensors: Mapping[str, np.ndarray], file: Any, metadata: Mapping[str, str]) -> None:
+    """Writes one file, with the mode that a new file has there: the library's own is 0600."""
+    file.touch()
+    mode = os.stat(file).st_mode
+    library.save_file(tensors, file, metadata=metadata)
+    os.chmod(file, stat.S_IMODE(mode))
 
 
 def _found(directory: Any, step: int | None) -> tuple[Any, dict[str, jax.ShapeDtypeStruct]]:

@@ -12,6 +12,8 @@ from .._text import path_text
 from ..jaxpr.calls import inner_programs
 from ..sharding import vma
 from ..sharding.axes import Axes
+from ..sharding.options import is_wire_dtype
+from ..sharding.scalars import is_int, python_scalar
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,12 +26,16 @@ class GradOptions:
     sync: str = "each"
     weighted: bool = False
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "accumulate", python_scalar(self.accumulate))
+        if is_wire_dtype(self.accumulate_dtype):
+            object.__setattr__(self, "accumulate_dtype", jnp.dtype(self.accumulate_dtype))
+
     def check(self, call: str, stage: int) -> None:
         """Refuses what is out of range, by name."""
-        k = self.accumulate
-        if isinstance(k, bool) or not isinstance(k, int) or k < 1:
+        if not is_int(self.accumulate, 1):
             raise ValueError(
-                f"{call}: accumulate={k!r}. Expected a positive int, the number of micro-steps. "
+                f"{call}: accumulate={self.accumulate!r}. Expected a positive int, the number of micro-steps. "
                 "Fix: accumulate=1 for none."
             )
         if self.sync not in ("each", "once"):
@@ -42,9 +48,10 @@ class GradOptions:
                 f"{call}: sync='once' with stage=3. Found both options; expected sync='each', because whole "
                 "gradients between micro-steps would undo the split. Fix: drop sync, or use stage=2."
             )
-        if not jnp.issubdtype(self.accumulate_dtype, jnp.floating):
+        if not is_wire_dtype(self.accumulate_dtype):
             raise ValueError(
-                f"{call}: accumulate_dtype={self.accumulate_dtype!r}. Expected a floating dtype. Fix: jnp.float32."
+                f"{call}: accumulate_dtype={self.accumulate_dtype!r}. Expected a floating dtype of 16 bits or more. "
+                "Fix: jnp.float32."
             )
 
 

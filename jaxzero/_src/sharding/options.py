@@ -17,6 +17,7 @@ from . import param_specs as sharding_param_specs
 from .axes import AxisNames
 from .layout import OtherAxes
 from .leaves import Leaves, leaves_of
+from .scalars import is_int, python_scalar
 
 #: Measured (`benchmarks/buckets.py`): from here on joining costs more in copies than it saves in calls.
 BUCKET_BYTES = 256 * 2**10
@@ -61,6 +62,8 @@ class Options:
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
+        for name in _NUMBERS:
+            object.__setattr__(self, name, python_scalar(getattr(self, name)))
         if self.mesh is not None and not isinstance(self.mesh, (Mesh, AbstractMesh)):
             raise ValueError(
                 f"Zero: mesh={self.mesh!r} is no mesh. Found {type(self.mesh).__name__}; expected a "
@@ -72,10 +75,9 @@ class Options:
                 f"Zero: stage={self.stage!r}. Expected one of {STAGES}. Fix: stage=1 splits optimizer "
                 "state, stage=2 gradients too, stage=3 parameters too."
             )
-        size = self.bucket_bytes
-        if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
+        if self.bucket_bytes is not None and not is_int(self.bucket_bytes, 1):
             raise ValueError(
-                f"Zero: bucket_bytes={size!r}. Expected a positive int, or None for no buckets. "
+                f"Zero: bucket_bytes={self.bucket_bytes!r}. Expected a positive int, or None for no buckets. "
                 f"Fix: for example bucket_bytes={BUCKET_BYTES}."
             )
         _check_count("prefetch", self.prefetch, 0, f"large gathers that may run ahead. Fix: prefetch={PREFETCH}.")
@@ -156,25 +158,34 @@ class Options:
 
 
 STAGES = (1, 2, 3)
+#: The options that are numbers or flags.
+_NUMBERS = ("stage", "bucket_bytes", "prefetch", "persist_bytes", "chunk_bytes", "predivide", "hierarchical")
 OFFLOAD = ("state", "params")
 UNUSED = ("zero", "skip", "error")
 
 
 def _check_count(name: str, value: Any, least: int, what: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+    if not is_int(value, least):
         raise ValueError(f"Zero: {name}={value!r}. Expected an int of at least {least}: {what}")
 
 
 def _check_dtype(dtype: Any) -> None:
-    try:
-        fits = jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
-    except TypeError:
-        fits = False
-    if not fits:
+    if not is_wire_dtype(dtype):
         raise ValueError(
-            f"Zero: reduce_dtype={dtype!r}. Expected a floating dtype, or None for float32 (wider "
+            f"Zero: reduce_dtype={dtype!r}. Expected a floating dtype of 16 bits or more, or None for float32 (wider "
             "leaves keep their own). Fix: for example reduce_dtype=jnp.bfloat16."
         )
+
+
+def is_wire_dtype(dtype: Any) -> bool:
+    """Whether sums can be taken in a dtype: narrower floats than 16 bits neither promote nor hold a sum."""
+    try:
+        found = jnp.dtype(dtype)
+    except TypeError:
+        return False
+    if dtype is None:  # NumPy's default
+        return False
+    return bool(jnp.issubdtype(found, jnp.floating)) and jnp.finfo(found).bits >= 16
 
 
 def _check_divisor(value: Any) -> None:

@@ -2,11 +2,11 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import PartitionSpec
+from jax.sharding import PartitionSpec, Sharding
 
 from .._text import path_text
 from .axes import names
@@ -52,12 +52,19 @@ def normal(given: Any) -> Callable[[Any, Any], Any] | None:
     if given is None or isinstance(given, ParamSpecs):
         return given
     is_leaf = lambda x: x is None or isinstance(x, PartitionSpec)
-    if callable(given):
-        return given
     pairs = jax.tree_util.tree_leaves_with_path(given, is_leaf=is_leaf)
+    if callable(given) and _is_function(given, pairs):
+        return given
     for path, spec in pairs:
         _check_kind(path, spec)
     return ParamSpecs(tuple((path, PartitionSpec() if spec is None else spec) for path, spec in pairs))
+
+
+def _is_function(given: Any, pairs: Sequence[tuple[Any, Any]]) -> bool:
+    """Whether a callable is a function of (path, leaf): a tree of specs may have a `__call__` too, as modules have."""
+    if [x for _, x in pairs if x is given]:  # no container that JAX knows
+        return True
+    return not any(x is None or isinstance(x, (PartitionSpec, Sharding)) for _, x in pairs)
 
 
 def check_axes(specs: Any, sizes: Mapping[str, int], own: tuple[str, ...]) -> None:
