@@ -50,7 +50,7 @@ def aval(atom: Var | Literal) -> jax.core.ShapedArray:
     return atom.aval  # type: ignore[return-value]
 
 
-def literal_value(atom: Literal) -> np.ndarray[Any, Any]:
+def literal_value(atom: Literal) -> Any:
     """The constant that a literal of a program stands for, in the program's dtype."""
     return np.asarray(atom.val, aval(atom).dtype)
 

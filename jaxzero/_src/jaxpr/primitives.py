@@ -74,7 +74,7 @@ RANDOM_BITS = core.random_bits_p.name
 
 # --- inner programs ------------------------------------------------------------------------------
 JIT = core.jit_p.name
-CLOSED_CALL = "closed_call"  # 0.10 alone has it
+CLOSED_CALL = core.closed_call_p.name  # 0.10 calls it `closed_call`, 0.12 `eval_jaxpr`
 CUSTOM_JVP = core.custom_jvp_call_p.name
 CUSTOM_VJP = core.custom_vjp_call_p.name
 REMAT = core.remat_p.name

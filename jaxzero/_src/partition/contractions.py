@@ -1,80 +1,96 @@
 """Dot products: a contraction over the cut dimension is a partial sum, a free cut dimension stays cut."""
 
-import math
-from typing import Any
+from collections.abc import Sequence
+from typing import NamedTuple
 
+from jax.extend.core import JaxprEqn
+
+from ..jaxpr import primitives as p
 from ..jaxpr.bind import bind
-from ..sharding.layout import Layout
-from .values import Context, Partial, Split, Value
+from ..jaxpr.compat import aval
+from ..sharding.layout import Layout, Shape
+from .values import Array, Context, Partial, Results, Split, Value
 
 
-def dot_general(ctx: Context, eqn: Any, ins: list[Value]) -> list[Value] | None:
+class _Side(NamedTuple):
+    """One operand of a product: its value, its shape, its contracted dimensions and its batch dimensions."""
+
+    value: Value
+    shape: Shape
+    contract: Sequence[int]
+    batch: Sequence[int]
+
+    @property
+    def free(self) -> list[int]:
+        """The dimensions that the result has from this operand alone."""
+        return [d for d in range(len(self.shape)) if d not in self.contract and d not in self.batch]
+
+
+def dot_general(ctx: Context, eqn: JaxprEqn, ins: list[Value]) -> Results:
     """One rule for vectors, matrices and batches; what fits none of its cases is gathered."""
-    a, b = ins
     (contract_a, contract_b), (batch_a, batch_b) = eqn.params["dimension_numbers"]
-    full = _full_contraction(a, b, contract_a, contract_b)
+    a, b = (aval(v).shape for v in eqn.invars)
+    sides = [_Side(ins[0], a, contract_a, batch_a), _Side(ins[1], b, contract_b, batch_b)]
+    full = _full_contraction(*sides)
     if full is not None:
-        return [_inner_product(ctx, eqn, a, b, full)]
-    cuts = [_cut(a), _cut(b)]
-    if cuts[0] is None and cuts[1] is None:
-        return None
-    sides = [(a, contract_a, batch_a), (b, contract_b, batch_b)]
-    for i, j in ((0, 1), (1, 0)):
-        (x, contract, batch), (y, other_contract, other_batch) = sides[i], sides[j]
-        cut = cuts[i]
-        if cut is None:
+        return [_inner_product(ctx, eqn, ins, full)]
+    for number, side in enumerate(sides):
+        x = side.value
+        if not isinstance(x, Split) or x.layout.kind != "rows":
             continue
-        if cut in contract or cut in batch:
-            mine, other = (contract, other_contract) if cut in contract else (batch, other_batch)
-            there = other[mine.index(cut)]
-            if isinstance(y, Split) and (y.layout.kind, y.layout.lead) != ("rows", there):
-                continue
-            y_shape = eqn.invars[j].aval.shape
-            share = ctx.masked(ctx.split(y, Layout(y_shape, ctx.n, "rows", there)))
-            mine_ = ctx.masked(x) if cut in contract else x.local
-            (local,) = bind(eqn, [mine_, share] if i == 0 else [share, mine_])
-            if cut in contract:
-                return [Partial(local, "sum")]
-            return [_split(eqn, local, ctx.n, list(batch).index(cut))]
-        if isinstance(y, Split):  # both would have to be gathered
-            continue
-        (y,) = ctx.whole([y])
-        (local,) = bind(eqn, [x.local, y] if i == 0 else [y, x.local])
-        free = [d for d in range(len(x.shape)) if d not in contract and d not in batch]
-        before = len(batch) + (0 if i == 0 else _free_dims(sides[0]))
-        return [_split(eqn, local, ctx.n, before + free.index(cut))]
+        cut = x.layout.lead
+        rule = _free_cut if cut in side.free else _common_cut
+        out = rule(ctx, eqn, sides, number, x)
+        if out is not None:
+            return [out]
     return None
 
 
-def _cut(x: Value) -> int | None:
-    return x.layout.lead if isinstance(x, Split) and x.layout.kind == "rows" else None
+def _common_cut(ctx: Context, eqn: JaxprEqn, sides: list[_Side], number: int, x: Split) -> Value | None:
+    """Operand `number` is cut along a contracted or batch dimension: the other one is cut along its counterpart."""
+    cut, (_, _, contract, batch), other = x.layout.lead, sides[number], sides[1 - number]
+    mine, theirs = (contract, other.contract) if cut in contract else (batch, other.batch)
+    there = theirs[mine.index(cut)]
+    y = other.value
+    if isinstance(y, Split) and (y.layout.kind, y.layout.lead) != ("rows", there):
+        return None
+    share = ctx.masked(ctx.split(y, Layout(other.shape, ctx.n, "rows", there)))
+    own = ctx.masked(x) if cut in contract else x.local
+    (local,) = bind(eqn, [own, share] if number == 0 else [share, own])
+    return Partial(local, "sum") if cut in contract else _split(eqn, local, ctx.n, batch.index(cut))
 
 
-def _free_dims(side: tuple[Value, Any, Any]) -> int:
-    x, contract, batch = side
-    return len(x.shape) - len(contract) - len(batch)
+def _free_cut(ctx: Context, eqn: JaxprEqn, sides: list[_Side], number: int, x: Split) -> Value | None:
+    """Operand `number` is cut along a dimension of the result; the other one is whole."""
+    side, other = sides[number], sides[1 - number].value
+    if isinstance(other, Split):  # both would have to be gathered
+        return None
+    (y,) = ctx.whole([other])
+    (local,) = bind(eqn, [x.local, y] if number == 0 else [y, x.local])
+    before = len(side.batch) + (0 if number == 0 else len(sides[0].free))
+    return _split(eqn, local, ctx.n, before + side.free.index(x.layout.lead))
 
 
-def _split(eqn: Any, local: Any, n: int, lead: int) -> Split:
-    return Split(local, Layout(eqn.outvars[0].aval.shape, n, "rows", lead))
+def _split(eqn: JaxprEqn, local: Array, n: int, lead: int) -> Split:
+    return Split(local, Layout(aval(eqn.outvars[0]).shape, n, "rows", lead))
 
 
-def _full_contraction(a: Value, b: Value, contract_a: Any, contract_b: Any) -> Layout | None:
+def _full_contraction(a: _Side, b: _Side) -> Layout | None:
     """The layout of an inner product of two arrays of the same shape, all dimensions in order."""
     order = tuple(range(len(a.shape)))
-    if tuple(contract_a) != order or tuple(contract_b) != order or a.shape != b.shape:
+    if tuple(a.contract) != order or tuple(b.contract) != order or a.shape != b.shape:
         return None
-    layouts = [x.layout for x in (a, b) if isinstance(x, Split)]
-    return layouts[0] if layouts and math.prod(a.shape) else None
+    layouts = [x.layout for x in (a.value, b.value) if isinstance(x, Split)]
+    return layouts[0] if layouts and 0 not in a.shape else None
 
 
-def _inner_product(ctx: Context, eqn: Any, a: Value, b: Value, layout: Layout) -> Value:
+def _inner_product(ctx: Context, eqn: JaxprEqn, ins: list[Value], layout: Layout) -> Value:
     """Both as shares; padding is masked in both, since zero times a NaN is a NaN."""
-    terms = [ctx.masked(ctx.split(x, layout)) for x in (a, b)]
+    terms = [ctx.masked(ctx.split(x, layout)) for x in ins]
     if layout.kind == "rows":
         return Partial(bind(eqn, terms)[0], "sum")
     dims = tuple(range(layout.lead + 1))
     return Partial(bind(eqn, terms, dimension_numbers=((dims, dims), ((), ())))[0], "sum")
 
 
-RULES = {"dot_general": dot_general}
+RULES = {p.DOT_GENERAL: dot_general}

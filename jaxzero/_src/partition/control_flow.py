@@ -1,19 +1,24 @@
 """`cond`, `scan` and `while`: branches and carries agree on whole or split, by a fixed point."""
 
-from collections.abc import Callable
-from typing import Any
+import copy
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, JaxprEqn, jaxpr_as_fun
 
-from ..jaxpr.compat import open_program, scan_parts
+from ..jaxpr import primitives as p
+from ..jaxpr.calls import scan_options, while_parts
+from ..jaxpr.compat import aval, open_program, scan_parts
+from ..jaxpr.trace import AnyJaxpr
 from ..sharding.layout import Layout
 from ..sharding.vma import cast
-from .values import Context, LazyBroadcast, Partial, Split, Value
+from .values import Array, Context, LazyBroadcast, Partial, Split, Value
 
-Evaluate = Callable[[Context, Any, list[Any], list[Value]], list[Value]]
+#: An inner program and its constants.
+Open = tuple[AnyJaxpr, list[Array]]
+Evaluate = Callable[[Context, AnyJaxpr, Sequence[Array], Sequence[Value]], list[Value]]
 
 #: More rounds than any carry can change its form: split once, then pinned whole once.
 _ROUNDS = 8
@@ -24,7 +29,7 @@ def _form(x: Value) -> Layout | None:
 
 
 def _without_partials(ctx: Context, values: list[Value]) -> list[Value]:
-    """Partial values cross devices before they enter an inner program; the rest goes in as it is."""
+    """Values for an inner program: partial ones are reduced and lazy ones broadcast before, the others stay."""
     partial = [x for x in values if isinstance(x, Partial)]
     if partial:
         ctx.whole(partial)
@@ -32,21 +37,17 @@ def _without_partials(ctx: Context, values: list[Value]) -> list[Value]:
 
 
 def _copied_splits(values: list[Value]) -> list[Value]:
-    """Values that a loop closes over, each as an object of its own: what is gathered inside stays inside."""
-    inner = [Split(x.local, x.layout) if isinstance(x, Split) else x for x in values]
-    for x, y in zip(values, inner, strict=True):
-        if isinstance(x, Split):
-            y.whole = x.whole
-    return inner
+    """Values that a loop closes over, splits as new objects: what is gathered inside the loop stays inside."""
+    return [copy.copy(x) if isinstance(x, Split) else x for x in values]
 
 
-def cond(evaluate: Evaluate, ctx: Context, eqn: Any, ins: list[Value]) -> list[Value]:
+def cond(evaluate: Evaluate, ctx: Context, eqn: JaxprEqn, ins: list[Value]) -> list[Value]:
     """Every branch gives each result in the same form; a result split in one branch is split in all."""
     (index,) = ctx.whole(ins[:1])
     operands = _without_partials(ctx, ins[1:])
     programs = [open_program(b) for b in eqn.params["branches"]]
 
-    def branch(program: Any, quiet: bool, forms: list[Layout | None] | None) -> Callable[..., Any]:
+    def branch(program: Open, quiet: bool, forms: list[Layout | None] | None) -> Callable[..., list[Value]]:
         def body(values: list[Value]) -> list[Value]:
             inner = ctx.child(quiet=quiet)
             jaxpr, consts = program
@@ -68,7 +69,7 @@ def _typed_varying(ctx: Context, values: list[Value]) -> list[Value]:
 def _carry_forms(
     ctx: Context, step: Callable[[Context, list[Value]], list[Value]], carry: list[Value]
 ) -> list[Layout | None]:
-    """In which form each carry goes round.
+    """The form that each carry has between iterations: a layout, or `None` for whole.
 
     A carry that the body makes split becomes split; one that the body gathers, or gives out whole, stays
     whole from before the loop, so that it is gathered once and not in every iteration.
@@ -95,38 +96,38 @@ def _carry_forms(
     return [None] * len(carry)
 
 
-def scan(evaluate: Evaluate, ctx: Context, eqn: Any, ins: list[Value]) -> list[Value]:
+def scan(evaluate: Evaluate, ctx: Context, eqn: JaxprEqn, ins: list[Value]) -> list[Value]:
     """A stacked operand cut inside each layer is scanned share by share; others are gathered before."""
     jaxpr, consts = open_program(eqn.params["jaxpr"])
-    closed, carry, xs = (list(part) for part in scan_parts(eqn, ins))
+    closed, carry, scanned = scan_parts(eqn, ins)
     closed, carry = _without_partials(ctx, closed), _without_partials(ctx, carry)
-    xs = [x if isinstance(x, Split) and x.layout.lead else ctx.whole([x])[0] for x in xs]
-    length = eqn.params["length"]
+    xs = [x if isinstance(x, Split) and x.layout.lead else ctx.whole([x])[0] for x in scanned]
+    options = scan_options(eqn)
+    length = options["length"]
     if not length:  # nothing runs, and there is no first layer to look at
-        return [*carry, *(lax.full(v.aval.shape, 0, v.aval.dtype) for v in eqn.outvars[len(carry) :])]
+        return [*carry, *(lax.full(aval(v).shape, 0, aval(v).dtype) for v in eqn.outvars[len(carry) :])]
 
-    def step(inner: Context, values: list[Value], slices: list[Any]) -> list[Value]:
+    def step(inner: Context, values: list[Value], slices: list[Array]) -> list[Value]:
         layers = [
             Split(s, x.layout.per_layer()) if isinstance(x, Split) else s for x, s in zip(xs, slices, strict=True)
         ]
         return evaluate(inner, jaxpr, consts, [*_copied_splits(closed), *values, *layers])
 
-    scanned = [x.local if isinstance(x, Split) else x for x in xs]
+    shares = [x.local if isinstance(x, Split) else x for x in xs]
     carries = len(carry)
     forms = _carry_forms(
-        ctx, lambda inner, c: step(inner, c, [lax.index_in_dim(x, 0, keepdims=False) for x in scanned])[:carries], carry
+        ctx, lambda inner, c: step(inner, c, [lax.index_in_dim(x, 0, keepdims=False) for x in shares])[:carries], carry
     )
     carry = _typed_varying(ctx, ctx.convert_all(carry, forms))
 
-    def body(c: list[Value], slices: list[Any]) -> tuple[list[Value], list[Value]]:
+    def body(c: list[Value], slices: list[Array]) -> tuple[list[Value], list[Value]]:
         inner = ctx.child(times=length)
         outs = step(inner, c, slices)
         wanted = [*forms, *map(_form, outs[carries:])]
         outs = _typed_varying(inner, inner.convert_all(outs, wanted))
         return outs[:carries], outs[carries:]
 
-    keywords = {k: eqn.params[k] for k in ("reverse", "unroll")}
-    carry, ys = lax.scan(body, carry, scanned, length=length, **keywords)
+    carry, ys = lax.scan(body, carry, shares, **options)
     return [*carry, *(_stacked(y, length) if isinstance(y, Split) else y for y in ys)]
 
 
@@ -138,28 +139,24 @@ def _stacked(y: Split, length: int) -> Split:
     )
 
 
-def while_(evaluate: Evaluate, ctx: Context, eqn: Any, ins: list[Value]) -> list[Value]:
-    """Like `scan`; the predicate is whole, so all devices take the same number of turns."""
-    params = eqn.params
-    for_cond, for_body = params["cond_nconsts"], params["body_nconsts"]
-    values = _without_partials(ctx, list(ins))
-    cond_consts, rest = values[:for_cond], values[for_cond:]
-    body_consts, carry = rest[:for_body], rest[for_body:]
-    test, body = params["cond_jaxpr"], params["body_jaxpr"]
+def while_(evaluate: Evaluate, ctx: Context, eqn: JaxprEqn, ins: list[Value]) -> list[Value]:
+    """Like `scan`; the predicate is whole, so all devices take the same number of iterations."""
+    cond_consts, body_consts, carry = while_parts(eqn, _without_partials(ctx, ins))
+    test, body = eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"]
     if test.out_avals[0].shape:
         test, body = _with_one_predicate(test, body, len(cond_consts), len(body_consts))
         body_consts = [*cond_consts, *body_consts]
-    test, body = open_program(test), open_program(body)
+    open_test, open_body = open_program(test), open_program(body)
 
     def step(inner: Context, c: list[Value]) -> list[Value]:
-        return evaluate(inner, body[0], body[1], [*_copied_splits(body_consts), *c])
+        return evaluate(inner, *open_body, [*_copied_splits(body_consts), *c])
 
     forms = _carry_forms(ctx, step, carry)
     carry = _typed_varying(ctx, ctx.convert_all(carry, forms))
 
-    def goes_on(c: list[Value]) -> Any:
+    def goes_on(c: list[Value]) -> Value:
         inner = ctx.child()
-        return inner.convert_all(evaluate(inner, test[0], test[1], [*_copied_splits(cond_consts), *c]), [None])[0]
+        return inner.convert_all(evaluate(inner, *open_test, [*_copied_splits(cond_consts), *c]), [None])[0]
 
     def next_carry(c: list[Value]) -> list[Value]:
         inner = ctx.child()
@@ -168,7 +165,9 @@ def while_(evaluate: Evaluate, ctx: Context, eqn: Any, ins: list[Value]) -> list
     return lax.while_loop(goes_on, next_carry, carry)
 
 
-def _with_one_predicate(test: Any, body: Any, test_consts: int, body_consts: int) -> tuple[Any, Any]:
+def _with_one_predicate(
+    test: ClosedJaxpr, body: ClosedJaxpr, test_consts: int, body_consts: int
+) -> tuple[ClosedJaxpr, ClosedJaxpr]:
     """The programs of a loop that `vmap` made, with one predicate for each example.
 
     The loop goes on while any example does, and one that has ended keeps its carry. JAX leaves this to its
@@ -176,10 +175,10 @@ def _with_one_predicate(test: Any, body: Any, test_consts: int, body_consts: int
     """
     test_of, body_of = jaxpr_as_fun(test), jaxpr_as_fun(body)
 
-    def goes_on(*operands: Any) -> Any:
+    def goes_on(*operands: Array) -> Array:
         return jnp.any(test_of(*operands)[0])
 
-    def next_carry(*operands: Any) -> list[Any]:
+    def next_carry(*operands: Array) -> list[Array]:
         consts, rest = operands[:test_consts], operands[test_consts:]
         carry = rest[body_consts:]
         (running,) = test_of(*consts, *carry)
@@ -190,4 +189,4 @@ def _with_one_predicate(test: Any, body: Any, test_consts: int, body_consts: int
     return jax.make_jaxpr(goes_on)(*test.in_avals), jax.make_jaxpr(next_carry)(*avals)
 
 
-RULES = {"cond": cond, "scan": scan, "while": while_}
+RULES = {p.COND: cond, p.SCAN: scan, p.WHILE: while_}

@@ -7,17 +7,18 @@ in memory, and any number of devices draws the same array.
 
 import math
 from collections.abc import Iterable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.extend.core import JaxprEqn
 from jax.extend.random import threefry2x32_p
 
+from ..jaxpr.compat import aval
 from ..sharding.layout import Layout, even_split
 from ..sharding.vma import match
-from .values import Context, Split, Value
+from .values import Array, Context, Results, Split, Value
 
 _WORD = 2**32
 
@@ -46,10 +47,10 @@ class ShardedDraws:
         return self._known.get(shape) or (even_split(shape, self._sizes[size]) if size in self._sizes else None)
 
 
-def bits(ctx: Context, eqn: Any, ins: list[Value]) -> list[Value] | None:
+def bits(ctx: Context, eqn: JaxprEqn, ins: list[Value]) -> Results:
     """`random_bits` as a share, where its shape is one that is born split; else `None`."""
-    (keys,) = ins
-    layout = ctx.sharded_draws.layout(eqn.outvars[0].aval.shape)
+    (keys,) = ctx.whole(ins)
+    layout = ctx.sharded_draws.layout(aval(eqn.outvars[0]).shape)
     plain = jax.config.jax_threefry_partitionable and str(jax.random.key_impl(keys)) == "threefry2x32"  # type: ignore[attr-defined]
     width = eqn.params["bit_width"]
     if layout is None or not plain or width not in (8, 16, 32, 64) or keys.ndim > layout.lead:
@@ -58,7 +59,7 @@ def bits(ctx: Context, eqn: Any, ins: list[Value]) -> list[Value] | None:
         return None
     high, low = _numbers(layout, keys.ndim, ctx.index)
 
-    def words(key: Any) -> list[Any]:
+    def words(key: Array) -> list[Array]:
         return list(threefry2x32_p.bind(*match([key[0], key[1], high, low])))
 
     for _ in range(keys.ndim):
@@ -72,7 +73,7 @@ def bits(ctx: Context, eqn: Any, ins: list[Value]) -> list[Value] | None:
     return [Split(drawn, layout)]
 
 
-def _numbers(layout: Layout, keys: int, index: Any) -> tuple[Any, Any]:
+def _numbers(layout: Layout, keys: int, index: Array) -> tuple[Array, Array]:
     """High and low words of the numbers of this device's elements, counted inside each key's array.
 
     In the shape of the share, behind the dimensions of the keys: a reshape afterwards would be a copy. Starts

@@ -7,14 +7,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.extend.core import JaxprEqn, Primitive
 
+from ..jaxpr import primitives as p
 from ..jaxpr.bind import bind
+from ..jaxpr.compat import aval
 from ..jaxpr.trace import EMPTY_MESH
 from ..sharding.layout import Layout
-from .values import Context, LazyBroadcast, Partial, Split, Value
+from .values import Context, LazyBroadcast, Partial, Results, Split, Value
 
 
-def is_elementwise(eqn: Any) -> bool:
+def is_elementwise(eqn: JaxprEqn) -> bool:
     """Whether an equation maps elements to elements, by JAX's own word.
 
     `vmap` of the primitive on scalars is by definition the elementwise map. Where that is one equation
@@ -22,12 +25,12 @@ def is_elementwise(eqn: Any) -> bool:
     names, so primitives of later JAX versions are known too. An operand that is a scalar beside arrays is
     not mapped: `clamp` uses the same bound for each element, but `random_gamma` not the same key.
     """
-    if eqn.effects or not eqn.invars or eqn.primitive.name == "optimization_barrier":
+    if eqn.effects or not eqn.invars or eqn.primitive.name == p.BARRIER:
         return False
     if any(key in eqn.params for key in ("axes", "axis_name", "jaxpr", "call_jaxpr", "branches")):
         return False
-    dtypes = tuple(v.aval.dtype for v in eqn.invars)
-    arrays = tuple(bool(v.aval.shape) for v in eqn.invars)
+    dtypes = tuple(aval(v).dtype for v in eqn.invars)
+    arrays = tuple(bool(aval(v).shape) for v in eqn.invars)
     mapped = arrays if any(arrays) else (True,) * len(arrays)
     try:
         return _vmaps_to_itself(eqn.primitive, tuple(sorted(eqn.params.items())), dtypes, mapped)
@@ -37,7 +40,7 @@ def is_elementwise(eqn: Any) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _vmaps_to_itself(
-    primitive: Any, params: tuple[Any, ...], dtypes: tuple[Any, ...], mapped: tuple[bool, ...]
+    primitive: Primitive, params: tuple[tuple[str, Any], ...], dtypes: tuple[np.dtype, ...], mapped: tuple[bool, ...]
 ) -> bool:
     keywords = dict(params)
     avals = [jax.ShapeDtypeStruct((2, 3) if m else (), d) for d, m in zip(dtypes, mapped, strict=True)]
@@ -56,13 +59,13 @@ def _vmaps_to_itself(
         and jaxpr.eqns[0].params == keywords
         and list(jaxpr.eqns[0].invars) == list(jaxpr.invars)
         and list(jaxpr.eqns[0].outvars) == list(jaxpr.outvars)
-        and all(v.aval.shape == (2, 3) for v in jaxpr.outvars)
+        and all(aval(v).shape == (2, 3) for v in jaxpr.outvars)
     )
 
 
-def on_shares(ctx: Context, eqn: Any, ins: list[Value]) -> list[Value] | None:
+def on_shares(ctx: Context, eqn: JaxprEqn, ins: list[Value]) -> Results:
     """The rule for elementwise equations with a split operand."""
-    shape = eqn.outvars[0].aval.shape
+    shape = aval(eqn.outvars[0]).shape
     layout = _pick(ins, shape)
     if layout is None:
         return None
@@ -72,7 +75,7 @@ def on_shares(ctx: Context, eqn: Any, ins: list[Value]) -> list[Value] | None:
     locals_ = []
     for x, v in zip(ins, eqn.invars, strict=True):
         local = ctx.share(x, layout)
-        if local.ndim == 0 and v.aval.shape:  # the primitive was given an array here, not a scalar
+        if local.ndim == 0 and aval(v).shape:  # the primitive was given an array here, not a scalar
             local = lax.broadcast(local, layout.local_shape)
         locals_.append(local)
     outs = bind(eqn, locals_)
@@ -92,7 +95,7 @@ def _pick(ins: list[Value], shape: tuple[int, ...]) -> Layout | None:
     return None
 
 
-def on_lazy_broadcasts(eqn: Any, ins: list[Value]) -> list[Value] | None:
+def on_lazy_broadcasts(eqn: JaxprEqn, ins: list[Value]) -> Results:
     """Scalars and broadcast scalars give a broadcast scalar: constants are never made in full."""
     if not any(isinstance(x, LazyBroadcast) for x in ins):
         return None
@@ -102,18 +105,18 @@ def on_lazy_broadcasts(eqn: Any, ins: list[Value]) -> list[Value] | None:
         if isinstance(value, (Split, Partial)) or np.ndim(value):
             return None
         scalars.append(value)
-    return [LazyBroadcast(y, v.aval.shape, ()) for y, v in zip(bind(eqn, scalars), eqn.outvars, strict=True)]
+    return [LazyBroadcast(y, aval(v).shape, ()) for y, v in zip(bind(eqn, scalars), eqn.outvars, strict=True)]
 
 
 # --- partial sums --------------------------------------------------------------------------------
 
-_ADDITIVE = {"add", "add_any", "sub"}
+_ADDITIVE = {p.ADD, p.ADD_ANY, p.SUB}
 #: Equations that may keep a partial sum partial, depending on their other operands.
-LINEAR = _ADDITIVE | {"mul", "div"}
-_UNARY = {"neg", "real", "imag", "copy", "copy_p", "reshape", "squeeze", "expand_dims", "transpose"}
+LINEAR = _ADDITIVE | {p.MUL, p.DIV}
+_UNARY = {p.NEG, p.REAL, p.IMAG, p.COPY, p.RESHAPE, p.SQUEEZE, p.TRANSPOSE}
 
 
-def on_partials(ctx: Context, eqn: Any, ins: list[Value]) -> list[Value] | None:
+def on_partials(ctx: Context, eqn: JaxprEqn, ins: list[Value]) -> Results:
     """Linear equations keep a sum partial, so that it crosses devices once, as late as possible."""
     if not eqn.outvars:  # a print
         return None
@@ -121,24 +124,23 @@ def on_partials(ctx: Context, eqn: Any, ins: list[Value]) -> list[Value] | None:
     size = max((x.local.size for x in ins if isinstance(x, Partial)), default=0)
     if name in _ADDITIVE and size:
         ins = [_on_one_device(ctx, x) if _ready(x) and np.size(_value(x)) <= size else x for x in ins]
-    sums = [isinstance(x, Partial) and x.how == "sum" and x.whole is None for x in ins]
+    terms = [x.local if isinstance(x, Partial) and x.how == "sum" and x.whole is None else None for x in ins]
+    sums = [x is not None for x in terms]
     linear = (
         (name in _ADDITIVE and all(sums))
-        or (name == "mul" and sum(sums) == 1 and _known(ins[sums.index(False)]))
-        or (name == "div" and sums == [True, False] and _is_divisor(ins[1]))
+        or (name == p.MUL and sum(sums) == 1 and _known(ins[sums.index(False)]))
+        or (name == p.DIV and sums == [True, False] and _is_divisor(ins[1]))
         or (name in _UNARY and sums == [True])
     )
-    out = eqn.outvars[0].aval
-    if not linear or out.size > max(x.local.size for x, s in zip(ins, sums, strict=True) if s):
+    out = aval(eqn.outvars[0])
+    if not linear or out.size > max(x.size for x in terms if x is not None):
         return None
-    locals_ = [
-        x.local if s else x.value if isinstance(x, LazyBroadcast) and not x.dims else x
-        for x, s in zip(ins, sums, strict=True)
-    ]
+    locals_ = [_value(x) if term is None else term for x, term in zip(ins, terms, strict=True)]
     return [Partial(y, "sum") for y in bind(eqn, locals_)]
 
 
-def _value(x: Value) -> Value:
+def _value(x: Value) -> Any:
+    """The array of a whole value, or the one that a lazy broadcast repeats."""
     return x.value if isinstance(x, LazyBroadcast) else x
 
 

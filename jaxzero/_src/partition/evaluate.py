@@ -16,43 +16,37 @@ only called is opened in place (its variables are aliases of the caller's), so t
 caller's rounds.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
+from jax.extend.core import JaxprEqn, Var
 
+from ..jaxpr import primitives as p
 from ..jaxpr.bind import bind
-from ..jaxpr.compat import Literal, open_program
+from ..jaxpr.calls import called_program
+from ..jaxpr.compat import Literal, aval, literal_value
+from ..jaxpr.trace import AnyJaxpr
 from ..sharding.vma import varying
 from . import contractions, control_flow, draws, elementwise, indexing, reductions, structural
-from .values import Context, LazyBroadcast, NeedsReplicated, Partial, Split, Value
+from .values import Context, LazyBroadcast, NeedsReplicated, Partial, Results, Split, Value
 
 _MISSING = object()
+Atom = Var | Literal
 
-#: Equations that only call an inner program. An optimizer is not differentiated, so custom rules
-#: and rematerialisation have no meaning here and the program itself is evaluated.
-_CALLS = {
-    "jit": "jaxpr",
-    "pjit": "jaxpr",
-    "closed_call": "call_jaxpr",
-    "core_call": "call_jaxpr",
-    "remat2": "jaxpr",
-    "checkpoint": "jaxpr",
-    "custom_jvp_call": "call_jaxpr",
-    "custom_vjp_call": "call_jaxpr",
-}
 _RULES = {**reductions.RULES, **structural.RULES, **indexing.RULES, **contractions.RULES}
-_IDENTITY = {"optimization_barrier", "reshard", "sharding_constraint"}
+_IDENTITY = {p.BARRIER, p.RESHARD, p.SHARDING_CONSTRAINT}
 
 
 class _Scope(dict):
     """Variables of one program; a variable may stand for an atom of another scope."""
 
-    def read(self, atom: Any) -> Any:
+    def read(self, atom: Atom) -> Any:
+        """The value of an atom; `_MISSING` where it is not computed yet."""
         scope = self
         while True:
             if isinstance(atom, Literal):
-                return np.asarray(atom.val, atom.aval.dtype)  # type: ignore[attr-defined]
+                return literal_value(atom)
             value = scope.get(atom, _MISSING)
             if isinstance(value, _Alias):
                 scope, atom = value.scope, value.atom
@@ -65,11 +59,14 @@ class _Scope(dict):
 class _Alias:
     """The value is, or will be, that of `atom` in `scope`."""
 
-    def __init__(self, scope: _Scope, atom: Any) -> None:
+    def __init__(self, scope: _Scope, atom: Atom) -> None:
         self.scope, self.atom = scope, atom
 
 
-def evaluate(ctx: Context, jaxpr: Any, consts: Sequence[Value], args: Sequence[Value]) -> list[Value]:
+Work = list[tuple[JaxprEqn, _Scope]]
+
+
+def evaluate(ctx: Context, jaxpr: AnyJaxpr, consts: Sequence[Value], args: Sequence[Value]) -> list[Value]:
     """Evaluates a program on shares.
 
     Args:
@@ -91,18 +88,18 @@ def evaluate(ctx: Context, jaxpr: Any, consts: Sequence[Value], args: Sequence[V
     return [scope.read(v) for v in jaxpr.outvars]
 
 
-def _round(ctx: Context, work: Sequence[tuple[Any, _Scope]]) -> tuple[list[tuple[Any, _Scope]], list[Split | Partial]]:
+def _round(ctx: Context, work: Work) -> tuple[Work, list[Split | Partial]]:
     """Evaluates what can be evaluated; returns the postponed equations and the values that they need whole."""
-    postponed: list[tuple[Any, _Scope]] = []
+    postponed: Work = []
     needed: list[Split | Partial] = []
     stack = list(reversed(work))
     while stack:
         eqn, scope = stack.pop()
         ins = [scope.read(v) for v in eqn.invars]
         missing = any(x is _MISSING for x in ins)
-        key = _CALLS.get(eqn.primitive.name)
-        if key and (missing or ctx.sharded_draws or not _bound_as_it_is(ins)):
-            jaxpr, consts = open_program(eqn.params[key])
+        called = called_program(eqn)
+        if called is not None and (missing or ctx.sharded_draws or not _bound_as_it_is(ins)):
+            jaxpr, consts = called
             inner = _Scope(zip(jaxpr.constvars, consts, strict=True))
             for v, atom, x in zip(jaxpr.invars, eqn.invars, ins, strict=True):
                 inner[v] = _Alias(scope, atom) if x is _MISSING else x
@@ -126,7 +123,7 @@ def _round(ctx: Context, work: Sequence[tuple[Any, _Scope]]) -> tuple[list[tuple
     return postponed, needed
 
 
-def _recorded(ctx: Context, eqn: Any, values: list[Any]) -> list[Any]:
+def _recorded(ctx: Context, eqn: JaxprEqn, values: list[Split | Partial]) -> list[Split | Partial]:
     """The values, once it is recorded that the equation needs them."""
     if ctx.record is not None:
         ctx.record.communicated(eqn.primitive.name, values, ctx.times)
@@ -138,7 +135,7 @@ def _bound_as_it_is(ins: Sequence[Value]) -> bool:
     return all(not isinstance(x, (Split, Partial, LazyBroadcast)) and not varying(x) for x in ins)
 
 
-def _apply(ctx: Context, eqn: Any, ins: list[Value]) -> list[Value]:
+def _apply(ctx: Context, eqn: JaxprEqn, ins: list[Value]) -> list[Value]:
     name = eqn.primitive.name
     divided = any(isinstance(x, (Split, Partial)) for x in ins)
     if name in control_flow.RULES and (ctx.sharded_draws or not _bound_as_it_is(ins)):
@@ -146,7 +143,7 @@ def _apply(ctx: Context, eqn: Any, ins: list[Value]) -> list[Value]:
         return control_flow.RULES[name](evaluate, ctx, eqn, ins)
     if name in _IDENTITY:
         return list(ins)
-    if name == "random_bits" and ctx.sharded_draws and (outs := draws.bits(ctx, eqn, ins)) is not None:
+    if name == p.RANDOM_BITS and ctx.sharded_draws and (outs := draws.bits(ctx, eqn, ins)) is not None:
         return outs
     if not divided:
         return _whole(ctx, eqn, ins)
@@ -158,10 +155,10 @@ def _apply(ctx: Context, eqn: Any, ins: list[Value]) -> list[Value]:
     _refuse(eqn)
     whole = ctx.whole(ins)
     ctx.note(eqn, "whole")
-    return bind(eqn, whole)
+    return [*bind(eqn, whole)]
 
 
-def _candidates(ctx: Context, eqn: Any, name: str) -> Any:
+def _candidates(ctx: Context, eqn: JaxprEqn, name: str) -> Iterator[tuple[Callable[[list[Value]], Results], str]]:
     """The rules that may apply, in order, each with the word that the record counts it under."""
     yield lambda ins: elementwise.on_partials(ctx, eqn, ins), "local"
     if name in _RULES:
@@ -175,30 +172,30 @@ def _for_rules(name: str, ins: list[Value]) -> bool:
     return any(isinstance(x, Split) for x in ins) or name in reductions.RULES
 
 
-def _whole(ctx: Context, eqn: Any, ins: list[Value]) -> list[Value]:
+def _whole(ctx: Context, eqn: JaxprEqn, ins: list[Value]) -> list[Value]:
     """No operand is divided: the equation runs as it is, equal on all devices."""
-    if eqn.primitive.name == "broadcast_in_dim" and len(ins) == 1:
-        x, aval = ins[0], eqn.outvars[0].aval
-        if not isinstance(x, LazyBroadcast) and np.size(x) < aval.size:
-            return [LazyBroadcast(x, aval.shape, tuple(eqn.params["broadcast_dimensions"]))]
+    if eqn.primitive.name == p.BROADCAST and len(ins) == 1:
+        x, full = ins[0], aval(eqn.outvars[0])
+        if not isinstance(x, (Split, Partial, LazyBroadcast)) and np.size(x) < full.size:
+            return [LazyBroadcast(x, full.shape, tuple(eqn.params["broadcast_dimensions"]))]
     if any(isinstance(x, LazyBroadcast) for x in ins) and elementwise.is_elementwise(eqn):
         outs = elementwise.on_lazy_broadcasts(eqn, ins)
         if outs is not None:
             return outs
     _refuse(eqn)
     ctx.note(eqn, "whole")
-    return bind(eqn, ctx.whole(ins))
+    return [*bind(eqn, ctx.whole(ins))]
 
 
-def _refuse(eqn: Any) -> None:
+def _refuse(eqn: JaxprEqn) -> None:
     name = eqn.primitive.name
-    if name == "shard_map":
+    if name == p.SHARD_MAP:
         raise ValueError(
             "optimizer: the inner optimizer opens a shard_map itself (a jaxzero optimizer inside a "
             "jaxzero optimizer?). Expected a plain Optax optimizer. Fix: wrap once, outermost: "
             "zero.optimizer(optax.chain(...))."
         )
-    if name == "axis_index":
+    if name == p.AXIS_INDEX:
         raise ValueError(
             "optimizer: the inner optimizer asks for its device's index (jax.lax.axis_index), which "
             "has no meaning in the unsharded program that it is. Fix: draw with a key instead."

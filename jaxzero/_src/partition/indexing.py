@@ -3,33 +3,37 @@
 An index into a dimension that is cut makes the array whole.
 """
 
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
+from jax.extend.core import JaxprEqn
 
+from .._types import ArrayLike
+from ..jaxpr import primitives as p
 from ..jaxpr.bind import bind
+from ..jaxpr.compat import aval
 from ..sharding.layout import Layout, Shape
 from .structural import cut_dims
-from .values import Context, Split, Value
+from .values import Array, Context, Results, Split, Value
 
 
-def _local(layout: Layout, sizes: Any) -> Shape:
+def _local(layout: Layout, sizes: Sequence[int]) -> Shape:
     """Sizes of a window that takes the cut dimensions whole, on one share."""
     cut = cut_dims(layout)
     return (*sizes[: cut.start], layout.local_shape[layout.lead], *sizes[cut.stop :])
 
 
-def _takes_all(layout: Layout, sizes: Any) -> bool:
+def _takes_all(layout: Layout, sizes: Sequence[int]) -> bool:
     return all(sizes[d] == layout.shape[d] for d in cut_dims(layout))
 
 
-def _starts(layout: Layout, starts: list[Any]) -> list[Any]:
+def _starts(layout: Layout, starts: list[Array]) -> list[ArrayLike]:
     """Starting points on one share: zero in the cut dimension, which is taken whole."""
     cut = cut_dims(layout)
     return [*starts[: cut.start], np.zeros((), starts[0].dtype), *starts[cut.stop :]]
 
 
-def dynamic_slice(ctx: Context, eqn: Any, ins: list[Value]) -> list[Value] | None:
+def dynamic_slice(ctx: Context, eqn: JaxprEqn, ins: list[Value]) -> Results:
     """Takes the cut dimensions whole."""
     x, sizes = ins[0], eqn.params["slice_sizes"]
     if not isinstance(x, Split) or not _takes_all(x.layout, sizes):
@@ -39,10 +43,10 @@ def dynamic_slice(ctx: Context, eqn: Any, ins: list[Value]) -> list[Value] | Non
     return [Split(local, Layout(tuple(sizes), ctx.n, x.layout.kind, x.layout.lead))]
 
 
-def dynamic_update_slice(ctx: Context, eqn: Any, ins: list[Value]) -> list[Value] | None:
+def dynamic_update_slice(ctx: Context, eqn: JaxprEqn, ins: list[Value]) -> Results:
     """The update has the cut dimensions whole."""
     x, update = ins[:2]
-    shape = eqn.invars[1].aval.shape
+    shape = aval(eqn.invars[1]).shape
     if not isinstance(x, Split) or not _takes_all(x.layout, shape):
         return None
     starts = _starts(x.layout, ctx.whole(ins[2:]))
@@ -50,7 +54,7 @@ def dynamic_update_slice(ctx: Context, eqn: Any, ins: list[Value]) -> list[Value
     return [Split(bind(eqn, [x.local, share.local, *starts])[0], x.layout)]
 
 
-def _window(layout: Layout, indexed: Any, dropped: Any, window_dims: Any, ndim: int) -> tuple[int, Any] | None:
+def _window(layout: Layout, indexed: Shape, dropped: Shape, window_dims: Shape, ndim: int) -> tuple[int, Shape] | None:
     """Where the cut dimensions are in the windows of a gather or scatter.
 
     Args:
@@ -75,13 +79,13 @@ def _window(layout: Layout, indexed: Any, dropped: Any, window_dims: Any, ndim: 
     return places[0], (*window_dims[: -len(places)], places[0])
 
 
-def gather(ctx: Context, eqn: Any, ins: list[Value]) -> list[Value] | None:
+def gather(ctx: Context, eqn: JaxprEqn, ins: list[Value]) -> Results:
     """Picks along dimensions that are not cut."""
     x, indices = ins
     numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
     if not isinstance(x, Split) or numbers.operand_batching_dims or not _takes_all(x.layout, sizes):
         return None
-    shape = eqn.outvars[0].aval.shape
+    shape = aval(eqn.outvars[0]).shape
     found = _window(x.layout, numbers.start_index_map, numbers.collapsed_slice_dims, numbers.offset_dims, len(shape))
     if found is None:
         return None
@@ -92,10 +96,10 @@ def gather(ctx: Context, eqn: Any, ins: list[Value]) -> list[Value] | None:
     return [Split(local, Layout(shape, ctx.n, x.layout.kind, lead))]
 
 
-def scatter(ctx: Context, eqn: Any, ins: list[Value]) -> list[Value] | None:
+def scatter(ctx: Context, eqn: JaxprEqn, ins: list[Value]) -> Results:
     """Writes along dimensions that are not cut."""
     x, indices, updates = ins
-    numbers, shape = eqn.params["dimension_numbers"], eqn.invars[2].aval.shape
+    numbers, shape = eqn.params["dimension_numbers"], aval(eqn.invars[2]).shape
     if not isinstance(x, Split) or numbers.operand_batching_dims:
         return None
     layout, dropped = x.layout, numbers.inserted_window_dims
@@ -113,10 +117,9 @@ def scatter(ctx: Context, eqn: Any, ins: list[Value]) -> list[Value] | None:
     return [Split(local, layout)]
 
 
-_SCATTERS = ("scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max")
 RULES = {
-    "dynamic_slice": dynamic_slice,
-    "dynamic_update_slice": dynamic_update_slice,
-    "gather": gather,
-    **dict.fromkeys(_SCATTERS, scatter),
+    p.DYNAMIC_SLICE: dynamic_slice,
+    p.DYNAMIC_UPDATE_SLICE: dynamic_update_slice,
+    p.GATHER: gather,
+    **dict.fromkeys(p.SCATTERS, scatter),
 }

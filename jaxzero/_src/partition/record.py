@@ -4,10 +4,11 @@ import collections
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import jax
+from jax.extend.core import JaxprEqn
 
+from ..jaxpr.compat import aval
 from .values import Partial, Split
 
 
@@ -40,15 +41,15 @@ class Record:
         self.whole: collections.Counter[str] = collections.Counter()
         self.crossings: list[Communication] = []
         self._seen: set[int] = set()
-        self._alive: list[Any] = []
+        self._alive: list[Split | Partial] = []
 
-    def note(self, eqn: Any, how: str, times: int) -> None:
+    def note(self, eqn: JaxprEqn, how: str, times: int) -> None:
         """One equation was evaluated: ``"local"``, ``"whole"`` or ``"loop"``."""
         self.counts[how] += 1
-        if how == "whole" and any(math.prod(v.aval.shape) > 1 for v in eqn.outvars):
+        if how == "whole" and any(math.prod(aval(v).shape) > 1 for v in eqn.outvars):
             self.whole[eqn.primitive.name] += 1
 
-    def communicated(self, name: str, values: Sequence[Any], times: int) -> None:
+    def communicated(self, name: str, values: Sequence[Split | Partial], times: int) -> None:
         """Values were communicated for the equation or result called `name`; each one counts once."""
         for x in values:
             if id(x) in self._seen:
@@ -56,12 +57,11 @@ class Record:
             self._seen.add(id(x))
             self._alive.append(x)  # so that no later value gets the same id
             how = "gather" if isinstance(x, Split) else x.how
-            assert isinstance(x, (Split, Partial))
             nbytes = math.prod(x.shape) * x.dtype.itemsize // _parts(x)
             self.crossings.append(Communication(name, how, x.shape, str(x.dtype), nbytes, times))
 
 
-def _parts(x: Any) -> int:
+def _parts(x: Split | Partial) -> int:
     """The number of parts into which other mesh axes shard a value."""
     other_axes = x.layout.other_axes if isinstance(x, Split) else ()
     return math.prod(jax.sharding.get_abstract_mesh().shape[a] for axes in other_axes for a in axes)

@@ -9,23 +9,25 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.extend.core import JaxprEqn
 
+from ..jaxpr import primitives as p
 from ..jaxpr.bind import bind
-from ..sharding.layout import Layout
+from ..sharding.layout import Layout, Shape
 from ..sharding.vma import cast, varying
-from .values import Context, Partial, Split, Value
+from .values import Array, Context, Partial, Results, Split, Value, only_split
 
 _HOW = {
-    "reduce_sum": "sum",
-    "reduce_max": "max",
-    "reduce_min": "min",
-    "reduce_prod": "prod",
-    "reduce_or": "max",
-    "reduce_and": "min",
+    p.REDUCE_SUM: "sum",
+    p.REDUCE_MAX: "max",
+    p.REDUCE_MIN: "min",
+    p.REDUCE_PROD: "prod",
+    p.REDUCE_OR: "max",
+    p.REDUCE_AND: "min",
 }
 
 
-def neutral(how: str, dtype: Any) -> Any:
+def neutral(how: str, dtype: np.dtype) -> float:
     """What leaves a sum, product, maximum or minimum as it is."""
     if how in ("sum", "prod"):
         return int(how == "prod")
@@ -40,23 +42,24 @@ def neutral(how: str, dtype: Any) -> Any:
     return info.min if how == "max" else info.max
 
 
-def reduce(ctx: Context, eqn: Any, ins: list[Value]) -> list[Value] | None:
+def reduce(ctx: Context, eqn: JaxprEqn, ins: list[Value]) -> Results:
     """`reduce_sum`, `_max`, `_min`, `_prod`, `_and`, `_or` of a split or partial value."""
     (x,) = ins
     how = _HOW[eqn.primitive.name]
     axes = tuple(sorted(eqn.params["axes"]))
-    bitwise = eqn.primitive.name in ("reduce_and", "reduce_or") and x.dtype != np.bool_
+    bitwise = eqn.primitive.name in (p.REDUCE_AND, p.REDUCE_OR) and x.dtype != np.bool_
     if bitwise or (how in ("max", "min") and jnp.issubdtype(x.dtype, jnp.complexfloating)):
         return None  # devices have no such reduction
     if isinstance(x, Partial):  # a sum of sums, a maximum of maxima
         return [Partial(bind(eqn, [x.local])[0], how)] if x.how == how else None
+    x = only_split(ins)
     if x.layout.kind == "rows":
         return [_rows(ctx, eqn, x, axes, how)]
     out = _flat(ctx, eqn, x, axes, how)
     return None if out is None else [out]
 
 
-def _rows(ctx: Context, eqn: Any, x: Split, axes: tuple[int, ...], how: str) -> Value:
+def _rows(ctx: Context, eqn: JaxprEqn, x: Split, axes: tuple[int, ...], how: str) -> Value:
     layout = x.layout
     if layout.lead in axes:
         return Partial(bind(eqn, [ctx.masked(x, neutral(how, x.dtype))])[0], how)
@@ -69,7 +72,7 @@ def _without(layout: Layout, axes: tuple[int, ...]) -> Layout:
     return layout.rows(tuple(layout.shape[d] for d in kept), kept.index(layout.lead), kept)
 
 
-def _flat(ctx: Context, eqn: Any, x: Split, axes: tuple[int, ...], how: str) -> Value | None:
+def _flat(ctx: Context, eqn: JaxprEqn, x: Split, axes: tuple[int, ...], how: str) -> Value | None:
     layout = x.layout
     dims = range(layout.lead, len(layout.shape))
     cut_all = set(dims) <= set(axes)
@@ -88,7 +91,7 @@ def _flat(ctx: Context, eqn: Any, x: Split, axes: tuple[int, ...], how: str) -> 
     return Partial(bind(eqn, [local], axes=rest)[0] if rest else local, how)
 
 
-def _longest_run(shape: Any, axes: tuple[int, ...]) -> tuple[int, ...]:
+def _longest_run(shape: Shape, axes: tuple[int, ...]) -> tuple[int, ...]:
     """Those of `axes` that follow each other and leave the fewest elements; the others are reduced after."""
     runs: list[list[int]] = []
     for a in axes:
@@ -99,7 +102,7 @@ def _longest_run(shape: Any, axes: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(max(runs, key=lambda run: math.prod(shape[a] for a in run)))
 
 
-def _window(ctx: Context, x: Split, width: int, fill: Any) -> tuple[Any, Any]:
+def _window(ctx: Context, x: Split, width: int, fill: float) -> tuple[Array, Array]:
     """The share laid into whole rows of `width`: (`[rows, width]`, the number of its first row)."""
     k, layout = x.layout.length, x.layout
     rows = -(-k // width) + 1
@@ -113,7 +116,7 @@ def _window(ctx: Context, x: Split, width: int, fill: Any) -> tuple[Any, Any]:
     return buffer.reshape(rows, width), first
 
 
-def _between(ctx: Context, eqn: Any, x: Split, axes: tuple[int, ...], how: str, fill: Any) -> Any:
+def _between(ctx: Context, eqn: JaxprEqn, x: Split, axes: tuple[int, ...], how: str, fill: float) -> Array:
     """Over dimensions that follow others: each device knows its own blocks, and two of them in part."""
     shape, first, last = x.layout.shape, axes[0], axes[-1] + 1
     reduced, after = math.prod(shape[first:last]), math.prod(shape[last:])
@@ -125,7 +128,7 @@ def _between(ctx: Context, eqn: Any, x: Split, axes: tuple[int, ...], how: str, 
     return out[:count].reshape(*shape[:first], *shape[last:])
 
 
-def _leading(ctx: Context, eqn: Any, x: Split, axes: tuple[int, ...], how: str, fill: Any) -> Any:
+def _leading(ctx: Context, eqn: JaxprEqn, x: Split, axes: tuple[int, ...], how: str, fill: float) -> Array:
     """Over the first dimensions: each device adds up the rows that it has."""
     shape, count = x.layout.shape, len(axes)
     window, _ = _window(ctx, x, math.prod(shape[count:]), fill)
@@ -133,16 +136,17 @@ def _leading(ctx: Context, eqn: Any, x: Split, axes: tuple[int, ...], how: str, 
     return mine.reshape(shape[count:])
 
 
-def along(ctx: Context, eqn: Any, ins: list[Value]) -> list[Value] | None:
+def along(ctx: Context, eqn: JaxprEqn, ins: list[Value]) -> Results:
     """`argmax`, `argmin`, cumulative sums and sorts along a dimension that is not cut."""
     params = eqn.params
-    if not all(isinstance(x, Split) and x.layout == ins[0].layout for x in ins):
+    splits = [x for x in ins if isinstance(x, Split)]
+    layout = splits[0].layout
+    if len(splits) < len(ins) or any(x.layout != layout for x in splits):
         return None
-    layout = ins[0].layout
     axes = params.get("axes", (params.get("axis", params.get("dimension")),))
     if layout.kind != "rows" or layout.lead in axes:
         return None
-    outs = bind(eqn, [x.local for x in ins])
+    outs = bind(eqn, [x.local for x in splits])
     if "axes" in params:
         layout = _without(layout, axes)
     return [Split(y, layout) for y in outs]
@@ -150,5 +154,5 @@ def along(ctx: Context, eqn: Any, ins: list[Value]) -> list[Value] | None:
 
 RULES = {
     **dict.fromkeys(_HOW, reduce),
-    **dict.fromkeys(("argmax", "argmin", "cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "sort"), along),
+    **dict.fromkeys((p.ARGMAX, p.ARGMIN, *p.CUMULATIVE, p.SORT), along),
 }

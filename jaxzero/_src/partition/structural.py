@@ -1,13 +1,15 @@
 """Reshapes, transposes, broadcasts, slices: relabel the share where no element changes its device."""
 
 import math
-from typing import Any
 
 from jax import lax
+from jax.extend.core import JaxprEqn
 
+from ..jaxpr import primitives as p
 from ..jaxpr.bind import bind
+from ..jaxpr.compat import aval
 from ..sharding.layout import Layout, Shape
-from .values import Context, Split, Value
+from .values import Context, Results, Split, Value, only_split
 
 
 def relabelled(layout: Layout, shape: Shape) -> Layout | None:
@@ -41,22 +43,22 @@ def cut_dims(layout: Layout) -> range:
     return range(layout.lead, layout.lead + 1 if layout.kind == "rows" else len(layout.shape))
 
 
-def reshape(ctx: Context, eqn: Any, ins: list[Value]) -> list[Value] | None:
-    """`reshape`, `squeeze`, `expand_dims`: row-major order is kept."""
+def reshape(ctx: Context, eqn: JaxprEqn, ins: list[Value]) -> Results:
+    """`reshape`, `squeeze`: row-major order is kept."""
     x = ins[0]
-    if len(ins) > 1 or eqn.params.get("dimensions") not in (None, ()) and (eqn.primitive.name == "reshape"):
+    permutes = eqn.primitive.name == p.RESHAPE and eqn.params["dimensions"] not in (None, ())
+    if permutes or len(ins) > 1 or not isinstance(x, Split):
         return None
-    layout = relabelled(x.layout, eqn.outvars[0].aval.shape)
+    layout = relabelled(x.layout, aval(eqn.outvars[0]).shape)
     return None if layout is None else [Split(x.local.reshape(layout.local_shape), layout)]
 
 
-def broadcast_in_dim(ctx: Context, eqn: Any, ins: list[Value]) -> list[Value] | None:
+def broadcast_in_dim(ctx: Context, eqn: JaxprEqn, ins: list[Value]) -> Results:
     """New dimensions, or dimensions of size 1 repeated, beside the cut one."""
-    x, shape = ins[0], eqn.outvars[0].aval.shape
-    dims = eqn.params["broadcast_dimensions"]
-    layout = x.layout
-    if len(ins) > 1:
+    x, shape = ins[0], aval(eqn.outvars[0]).shape
+    if len(ins) > 1 or not isinstance(x, Split):
         return None
+    layout, dims = x.layout, eqn.params["broadcast_dimensions"]
     if math.prod(shape) == math.prod(layout.shape):
         return reshape(ctx, eqn, ins)
     if layout.kind != "rows" or layout.shape[layout.lead] != shape[dims[layout.lead]]:
@@ -66,21 +68,21 @@ def broadcast_in_dim(ctx: Context, eqn: Any, ins: list[Value]) -> list[Value] | 
     return [Split(lax.broadcast_in_dim(x.local, new.local_shape, dims), new)]
 
 
-def transpose(ctx: Context, eqn: Any, ins: list[Value]) -> list[Value] | None:
+def transpose(ctx: Context, eqn: JaxprEqn, ins: list[Value]) -> Results:
     """The cut goes where its dimension goes."""
-    (x,) = ins
+    x = only_split(ins)
     if x.layout.kind != "rows":
         return None
     order = eqn.params["permutation"]
-    layout = x.layout.rows(eqn.outvars[0].aval.shape, order.index(x.layout.lead), order)
+    layout = x.layout.rows(aval(eqn.outvars[0]).shape, order.index(x.layout.lead), order)
     return [Split(bind(eqn, [x.local])[0], layout)]
 
 
-def slice_(ctx: Context, eqn: Any, ins: list[Value]) -> list[Value] | None:
+def slice_(ctx: Context, eqn: JaxprEqn, ins: list[Value]) -> Results:
     """Slices that take the cut dimensions whole."""
-    (x,) = ins
+    x = only_split(ins)
     layout, params, cut = x.layout, eqn.params, cut_dims(x.layout)
-    shape, lead = eqn.outvars[0].aval.shape, layout.lead
+    shape, lead = aval(eqn.outvars[0]).shape, layout.lead
     strides = params["strides"] or (1,) * len(layout.shape)
     if any(shape[d] != layout.shape[d] or strides[d] != 1 for d in cut):
         return None
@@ -93,19 +95,19 @@ def slice_(ctx: Context, eqn: Any, ins: list[Value]) -> list[Value] | None:
     return [Split(bind(eqn, [x.local], **keywords)[0], Layout(shape, layout.n, layout.kind, lead))]
 
 
-def concatenate(ctx: Context, eqn: Any, ins: list[Value]) -> list[Value] | None:
+def concatenate(ctx: Context, eqn: JaxprEqn, ins: list[Value]) -> Results:
     """Along a dimension that is not cut, if all operands are cut at the same one."""
     layouts = [x.layout for x in ins if isinstance(x, Split)]
     first = layouts[0]
     if first.kind != "rows" or eqn.params["dimension"] == first.lead:
         return None
     n, lead = first.n, first.lead
-    locals_ = [ctx.split(x, Layout(v.aval.shape, n, "rows", lead)).local for x, v in zip(ins, eqn.invars, strict=True)]
+    locals_ = [ctx.split(x, Layout(aval(v).shape, n, "rows", lead)).local for x, v in zip(ins, eqn.invars, strict=True)]
     (local,) = bind(eqn, locals_)
-    return [Split(local, Layout(eqn.outvars[0].aval.shape, n, "rows", lead))]
+    return [Split(local, Layout(aval(eqn.outvars[0]).shape, n, "rows", lead))]
 
 
-def pad(ctx: Context, eqn: Any, ins: list[Value]) -> list[Value] | None:
+def pad(ctx: Context, eqn: JaxprEqn, ins: list[Value]) -> Results:
     """Padding of dimensions that are not cut."""
     x, value = ins
     config = eqn.params["padding_config"]
@@ -113,25 +115,24 @@ def pad(ctx: Context, eqn: Any, ins: list[Value]) -> list[Value] | None:
         return None
     (value,) = ctx.whole([value])
     (local,) = bind(eqn, [x.local, value])
-    return [Split(local, Layout(eqn.outvars[0].aval.shape, x.layout.n, "rows", x.layout.lead))]
+    return [Split(local, Layout(aval(eqn.outvars[0]).shape, x.layout.n, "rows", x.layout.lead))]
 
 
-def rev(ctx: Context, eqn: Any, ins: list[Value]) -> list[Value] | None:
+def rev(ctx: Context, eqn: JaxprEqn, ins: list[Value]) -> Results:
     """Reversal of dimensions that are not cut."""
-    (x,) = ins
+    x = only_split(ins)
     if x.layout.kind != "rows" or x.layout.lead in eqn.params["dimensions"]:
         return None
     return [Split(bind(eqn, [x.local])[0], x.layout)]
 
 
 RULES = {
-    "reshape": reshape,
-    "squeeze": reshape,
-    "expand_dims": reshape,
-    "broadcast_in_dim": broadcast_in_dim,
-    "transpose": transpose,
-    "slice": slice_,
-    "concatenate": concatenate,
-    "pad": pad,
-    "rev": rev,
+    p.RESHAPE: reshape,
+    p.SQUEEZE: reshape,
+    p.BROADCAST: broadcast_in_dim,
+    p.TRANSPOSE: transpose,
+    p.SLICE: slice_,
+    p.CONCATENATE: concatenate,
+    p.PAD: pad,
+    p.REV: rev,
 }

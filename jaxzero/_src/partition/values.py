@@ -10,12 +10,13 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.extend.core import JaxprEqn
 
 from ..comm import collectives
 from ..comm.hierarchical import gather
@@ -41,7 +42,7 @@ class Split:
         return self.layout.shape
 
     @property
-    def dtype(self) -> Any:
+    def dtype(self) -> np.dtype:
         """The dtype."""
         return self.local.dtype
 
@@ -61,7 +62,7 @@ class Partial:
         return self.local.shape
 
     @property
-    def dtype(self) -> Any:
+    def dtype(self) -> np.dtype:
         """The dtype."""
         return self.local.dtype
 
@@ -76,12 +77,21 @@ class LazyBroadcast:
     dims: tuple[int, ...]
 
     @property
-    def dtype(self) -> Any:
+    def dtype(self) -> np.dtype:
         """The dtype."""
         return self.value.dtype
 
 
-Value = Any  # Array | Split | Partial | LazyBroadcast
+Value = Array | Split | Partial | LazyBroadcast
+#: What a rule returns: a value for each result, or `None` where it does not apply.
+Results = list[Value] | None
+
+
+def only_split(ins: Sequence[Value]) -> Split:
+    """The operand of an equation that has one, where it is known to be split."""
+    (x,) = ins
+    assert isinstance(x, Split)
+    return x
 
 
 class NeedsReplicated(Exception):
@@ -92,6 +102,16 @@ class NeedsReplicated(Exception):
         self.values = list(values)
 
 
+class Recorder(Protocol):
+    """The record of an evaluation; `record.Record` is one."""
+
+    def note(self, eqn: JaxprEqn, how: str, times: int) -> None:
+        """One equation was evaluated."""
+
+    def communicated(self, name: str, values: Sequence[Split | Partial], times: int) -> None:
+        """Values were communicated."""
+
+
 class Context:
     """One evaluation on shares: the axes, the record, and what it has already computed."""
 
@@ -99,7 +119,7 @@ class Context:
         self,
         axes: Axes,
         bucket_bytes: int | None,
-        record: Any,
+        record: Recorder | None,
         times: int = 1,
         sharded_draws: Any = None,
     ) -> None:
@@ -121,7 +141,7 @@ class Context:
         record = None if quiet else self.record
         return Context(self.axes, self.bucket_bytes, record, self.times * times, self.sharded_draws)
 
-    def note(self, eqn: Any, how: str) -> None:
+    def note(self, eqn: JaxprEqn, how: str) -> None:
         """Writes one line of the record, if there is one."""
         if self.record is not None:
             self.record.note(eqn, how, self.times)
@@ -149,7 +169,7 @@ class Context:
             self._masks[key] = lax.lt(lax.iota(np.int32, k), lax.broadcast(count, (k,)))
         return self._masks[key]
 
-    def masked(self, x: Split, fill: Any = 0) -> Array:
+    def masked(self, x: Split, fill: float = 0) -> Array:
         """The share with `fill` in the padding."""
         mask = self.mask(x.layout)
         if mask is None:
@@ -227,7 +247,7 @@ class Context:
         self, values: Sequence[Value], layouts: Sequence[Layout | None], *, record: bool = True
     ) -> list[Value]:
         """Every value in the wanted form (`None`: whole), with one round of collectives for all."""
-        need = []
+        need: list[Split | Partial] = []
         for x, layout in zip(values, layouts, strict=True):
             try:
                 self.whole([x]) if layout is None else self.share(x, layout)
