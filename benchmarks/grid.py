@@ -1,14 +1,14 @@
 """Runs every optimizer of Optax on every mesh, at every stage, in every way, beside its unsharded run.
 
-    python benchmarks/grid.py [--workers 2] [--minutes 60] [optimizers ...]      # make grid
+    python benchmarks/grid.py [--workers 2] [--minutes 60] [--passes 5] [optimizers ...]      # make grid
 
 A cell is an optimizer, a mesh, a stage and a way to run a step: it passes when parameters, state and losses after six
 steps are those of the run on one device. All cells of an optimizer run in one process, which makes the unsharded run
 once. A process that ends or hangs is a failed cell, and the next process goes on behind it.
 
 Writes `benchmarks/measured/optimizers.jsonl` after each optimizer, and at the end `docs/optimizers.md` and the README's
-row. It resumes: optimizers that have a row of this tree of the library and of these versions are left out unless they
-are named.
+row. The first pass takes every mesh and stage once, each in one of the ways; `--passes 1` ends there. It resumes:
+optimizers that have a row of this tree of the library and of these versions are left out unless they are named.
 """
 
 import argparse
@@ -58,15 +58,15 @@ def identity() -> dict[str, str]:
     return {"commit": git("rev-parse", "--short=10", "HEAD"), "tree": git("rev-parse", "HEAD:jaxzero/_src"), **versions}
 
 
-def run_cells(key: str, first: int) -> None:
-    """In a process of its own: runs an optimizer's cells from the `first` on, and prints one line for each."""
+def run_cells(key: str, first: int, end: int) -> None:
+    """In a process of its own: runs an optimizer's cells from `first` to `end`, and prints one line for each."""
     sys.path.append(str(ROOT / "tests/support"))
     import jax
 
     jax.config.update("jax_num_cpu_devices", 8)
     import optax_grid
 
-    for cell in optax_grid.GRID[first:]:
+    for cell in optax_grid.GRID[first:end]:
         try:
             optax_grid.check(key, *cell)
             message = ""
@@ -75,12 +75,12 @@ def run_cells(key: str, first: int) -> None:
         print(json.dumps(message[:600]), flush=True)
 
 
-def lines_of(key: str, first: int) -> Iterator[str]:
-    """What the cells from `first` on say: empty where the run equals the unsharded one.
+def lines_of(key: str, first: int, end: int) -> Iterator[str]:
+    """What the cells from `first` to `end` say: empty where the run equals the unsharded one.
 
     Ends early, with why, when the process does.
     """
-    command = [sys.executable, "-W", "error", __file__, "--cells", key, str(first)]
+    command = [sys.executable, "-W", "error", __file__, "--cells", key, str(first), str(end)]
     process = subprocess.Popen(
         command, env=os.environ | ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
@@ -111,7 +111,7 @@ def run_optimizer(key: str, cells: list[Cell], stop: threading.Event) -> dict[st
     clock = time.perf_counter()
     while len(messages) < len(cells):
         before = len(messages)
-        for message in lines_of(key, before):
+        for message in lines_of(key, before, len(cells)):
             messages.append(message)
             if stop.is_set():
                 return None
@@ -123,17 +123,23 @@ def run_optimizer(key: str, cells: list[Cell], stop: threading.Event) -> dict[st
 
 
 def marks(cells: list[Cell], messages: list[str]) -> dict[str, str]:
-    """For each mesh one character for each stage and way: a dot where it passed, F where it failed."""
+    """For each mesh one character for each stage and way: a dot where it passed, F where it failed, - if not run."""
+    import optax_grid
+
+    seen = {cell: "F" if message else "." for cell, message in zip(cells, messages, strict=True)}
     found: dict[str, str] = {}
-    for (world, _, _), message in zip(cells, messages, strict=True):
-        found[world] = found.get(world, "") + ("F" if message else ".")
+    for cell in optax_grid.CELLS:
+        found[cell[0]] = found.get(cell[0], "") + seen.get(cell, "-")
     return found
 
 
-def to_run(kept: dict[str, dict[str, Any]], every: list[str], named: list[str], about: dict[str, str]) -> list[str]:
-    """The optimizers that are named, else those without a row of this tree and these versions."""
+def to_run(
+    kept: dict[str, dict[str, Any]], every: list[str], named: list[str], about: dict[str, str], cells: int
+) -> list[str]:
+    """The optimizers that are named, else those without a row of this tree, these versions and as many cells."""
     same = {k: v for k, v in about.items() if k != "commit"}
-    return named or [key for key in every if {k: kept.get(key, {}).get(k) for k in same} != same]
+    whole = lambda row: {k: row.get(k) for k in same} == same and optimizer_table.ran(row) >= cells
+    return named or [key for key in every if key not in kept or not whole(kept[key])]
 
 
 def main(argv: list[str]) -> int:
@@ -146,16 +152,21 @@ def main(argv: list[str]) -> int:
     parser.add_argument("optimizers", nargs="*", choices=[[], *every], metavar="optimizer", help="run these again")
     parser.add_argument("--workers", type=int, default=2, help="processes side by side")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="start no optimizer after this time")
+    parser.add_argument(
+        "--passes", type=int, default=len(optax_grid.checks.WAYS), help="ways to run each mesh and stage"
+    )
     options = parser.parse_args(argv)
+    cells = optax_grid.GRID[: options.passes * optax_grid.PASS]
     about = identity() | {"date": dt.date.today().isoformat()}
     kept = {row["optimizer"]: row for row in results.read_lines("optimizers")}
-    left = to_run(kept, every, options.optimizers, {k: v for k, v in about.items() if k != "date"})
-    print(f"{len(left)} of {len(every)} optimizers to run, {len(optax_grid.GRID)} cells each", flush=True)
+    tree = {k: v for k, v in about.items() if k != "date"}
+    left = to_run(kept, every, options.optimizers, tree, len(cells))
+    print(f"{len(left)} of {len(every)} optimizers to run, {len(cells)} cells each", flush=True)
     stop, end = threading.Event(), time.monotonic() + options.minutes * 60
 
     def work(key: str) -> dict[str, Any] | None:
         late = time.monotonic() > end or stop.is_set()
-        return None if late else run_optimizer(key, optax_grid.GRID, stop)
+        return None if late else run_optimizer(key, cells, stop)
 
     failures = 0
     with ThreadPoolExecutor(options.workers) as pool:
@@ -166,7 +177,7 @@ def main(argv: list[str]) -> int:
                 failures += len(row["failed"])
                 kept[row["optimizer"]] = row | about
                 results.write_lines("optimizers", [kept[key] for key in every if key in kept])
-                good = len(optax_grid.GRID) - len(row["failed"])
+                good = len(cells) - len(row["failed"])
                 print(f"{i}/{len(left)} {row['optimizer']}: {good} equal in {row['seconds']:.0f} s", flush=True)
                 for cell, message in list(row["failed"].items())[:3]:
                     print(f"  failed: {cell}: {message.strip().splitlines()[0]}", flush=True)
@@ -178,6 +189,6 @@ def main(argv: list[str]) -> int:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--cells"]:
-        run_cells(sys.argv[2], int(sys.argv[3]))
+        run_cells(sys.argv[2], *map(int, sys.argv[3:]))
     else:
         sys.exit(main(sys.argv[1:]))

@@ -18,7 +18,7 @@ import optax_grid
 import optimizer_table
 import pytest
 from optax_cases import CASES, EXCLUDED, GROUPS, public_names
-from optax_grid import GRID, MESHES, STAGES
+from optax_grid import CELLS, GRID, MESHES, PASS, STAGES
 
 import jaxzero
 
@@ -31,8 +31,8 @@ def sampled():
 
     One row in nine runs on one device too.
     """
-    outside, inside = ([c for c in GRID if c[0] != "1" and c[2].startswith("inside") == b] for b in (False, True))
-    alone = [c for c in GRID if c[0] == "1"]
+    outside, inside = ([c for c in CELLS if c[0] != "1" and c[2].startswith("inside") == b] for b in (False, True))
+    alone = [c for c in CELLS if c[0] == "1"]
     for i, key in enumerate(CASES):
         cells = outside if i % 2 else inside
         yield key, *cells[7 * (i // 2) % len(cells)]
@@ -89,12 +89,12 @@ def test_per_example_gradients_are_refused(mesh8, expression):
 # --- the whole product: `make grid` ---------------------------------------------------------------
 
 
-def row(key, failed=(), **about):
-    """A row as `grid.py` makes it, with failures at these positions of the grid."""
-    messages = ["AssertionError: w\ndiffers" if i in failed else "" for i in range(len(GRID))]
-    names = {optimizer_table.cell_name(cell): text for cell, text in zip(GRID, messages, strict=True) if text}
+def row(key, failed=(), cells=CELLS, **about):
+    """A row as `grid.py` makes it, with failures at these positions of the cells."""
+    messages = ["AssertionError: w\ndiffers" if i in failed else "" for i in range(len(cells))]
+    names = {optimizer_table.cell_name(cell): text for cell, text in zip(cells, messages, strict=True) if text}
     about = {"commit": "abc", "tree": "t", "date": "2030-01-02", "jax": "1.2", "optax": "3", "python": "4"} | about
-    return {"optimizer": key, "seconds": 1.0, "cells": grid.marks(GRID, messages), "failed": names} | about
+    return {"optimizer": key, "seconds": 1.0, "cells": grid.marks(cells, messages), "failed": names} | about
 
 
 def test_table_is_written_from_results():
@@ -121,18 +121,32 @@ def test_marks_stand_for_cells():
 
 def test_resumes_behind_what_this_tree_has_run():
     about = {"commit": "new", "tree": "t", "jax": "1.2", "optax": "3", "python": "4"}
-    kept = {"a": row("a"), "b": row("b", tree="other"), "c": row("c", jax="1.1")}
-    assert grid.to_run(kept, ["a", "b", "c", "d"], [], about) == ["b", "c", "d"]
-    assert grid.to_run(kept, ["a", "b", "c", "d"], ["a"], about) == ["a"]
+    kept = {"a": row("a"), "b": row("b", tree="other"), "c": row("c", jax="1.1"), "e": row("e", cells=GRID[:PASS])}
+    every = ["a", "b", "c", "d", "e"]
+    assert grid.to_run(kept, every, [], about, len(GRID)) == ["b", "c", "d", "e"]
+    assert grid.to_run(kept, every, [], about, PASS) == ["b", "c", "d"]
+    assert grid.to_run(kept, every, ["a"], about, PASS) == ["a"]
+
+
+def test_a_pass_takes_every_mesh_and_stage_once():
+    """So a part of the product says something of all of them; all passes are the product."""
+    assert sorted(GRID) == sorted(CELLS)
+    for first in range(0, len(GRID), PASS):
+        assert [cell[:2] for cell in GRID[first : first + PASS]] == list(itertools.product(MESHES, STAGES))
+        assert {cell[2] for cell in GRID[first : first + PASS]} == set(checks.WAYS)
+    rows = {key: row(key, cells=GRID[:PASS]) for key in CASES}
+    assert optimizer_table.origin(rows)[0].startswith(f"{len(CASES) * 30} of {len(CASES) * 150} cells were run (20%)")
+    assert optimizer_table.table(rows).count("| 30 of 30 |") == len(CASES)
+    assert f"({len(CASES) * 30} of {len(CASES) * 150} cells run)" in optimizer_table.readme_row(rows)
 
 
 def test_a_process_that_ends_is_a_failed_cell(monkeypatch):
     """The next process goes on behind the cell; a process that says nothing is no endless loop."""
     starts = []
 
-    def lines_of(key, first):
+    def lines_of(key, first, end):
         starts.append(first)
-        yield from [""] * 3 if first == 0 else [""] * (len(GRID) - first)
+        yield from [""] * 3 if first == 0 else [""] * (end - first)
         if first == 0:
             yield "the process ended with status -6: "
 
@@ -140,7 +154,7 @@ def test_a_process_that_ends_is_a_failed_cell(monkeypatch):
     found = grid.run_optimizer("optax.adam", GRID, threading.Event())
     assert starts == [0, 4]
     assert found["failed"] == {optimizer_table.cell_name(GRID[3]): "the process ended with status -6: "}
-    monkeypatch.setattr(grid, "lines_of", lambda key, first: iter(()))
+    monkeypatch.setattr(grid, "lines_of", lambda key, first, end: iter(()))
     assert len(grid.run_optimizer("optax.adam", GRID, threading.Event())["failed"]) == len(GRID)
 
 
@@ -149,12 +163,12 @@ def test_a_worker_says_what_fails(monkeypatch, capsys):
     real = optax_grid.check
 
     def check(key, world, stage, way):
-        if way == checks.WAYS[-1]:
+        if (world, stage, way) == GRID[-1]:
             raise ValueError("broken")
         real(key, world, stage, way)
 
     monkeypatch.setattr(optax_grid, "check", check)
-    grid.run_cells("optax.scale", len(GRID) - 2)
+    grid.run_cells("optax.scale", len(GRID) - 2, len(GRID))
     assert capsys.readouterr().out.splitlines() == ['""', '"ValueError: broken\\n"']
 
 

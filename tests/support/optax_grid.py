@@ -22,7 +22,14 @@ MESHES = (
     | {"2x2x2": ((2, 2, 2), ("replica", "node", "local"))}
 )
 STAGES = (1, 2, 3)
-GRID = list(itertools.product(MESHES, STAGES, checks.WAYS))
+#: The whole product, and how `make grid` goes through it: each pass takes every mesh and stage, in another way.
+CELLS = list(itertools.product(MESHES, STAGES, checks.WAYS))
+PASS = len(MESHES) * len(STAGES)
+GRID = [
+    (mesh, stage, checks.WAYS[(i + turn) % len(checks.WAYS)])
+    for turn in range(len(checks.WAYS))
+    for i, (mesh, stage) in enumerate(itertools.product(MESHES, STAGES))
+]
 
 
 def odd_tree(kind="odd"):
