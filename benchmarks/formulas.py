@@ -3,7 +3,7 @@
     M  bytes of the parameters (gradients travel in as many)
     n  devices; p devices in a shard group, r = n / p groups
     k  devices in a node; e = p / k nodes in a group
-    s  micro-steps
+    s  microbatches
 
 In a ring gather or reduce-scatter of M bytes over g devices each device sends `M(g-1)/g`, in an all-reduce twice that.
 In two hops each device sends `M(e-1)/p` to other nodes and `M(k-1)/k` inside its node; the sum is the same.
@@ -45,7 +45,7 @@ def zero1(M: float, n: int) -> list[Sent]:
 
 
 def zero2(M: float, n: int, s: int = 1) -> list[Sent]:
-    """Gradients split too: each micro-step reduce-scatters."""
+    """Gradients split too: each microbatch reduce-scatters."""
     return [
         Sent("all", GATHER, M * (n - 1) / n, "M(n-1)/n"),
         Sent("all", SCATTER, s * M * (n - 1) / n, "sM(n-1)/n"),
@@ -53,7 +53,7 @@ def zero2(M: float, n: int, s: int = 1) -> list[Sent]:
 
 
 def zero3(M: float, n: int, s: int = 1) -> list[Sent]:
-    """Parameters split too: each micro-step gathers them forward and backward."""
+    """Parameters split too: each microbatch gathers them forward and backward."""
     return [
         Sent("all", GATHER, 2 * s * M * (n - 1) / n, "2sM(n-1)/n"),
         Sent("all", SCATTER, s * M * (n - 1) / n, "sM(n-1)/n"),

@@ -50,7 +50,7 @@ class Model(NamedTuple):
 
 
 class Time(NamedTuple):
-    """Seconds of one step: computing, communication in the micro-steps, communication after them."""
+    """Seconds of one step: computing, communication in the microbatches, communication after them."""
 
     compute: float
     micro: float
@@ -63,7 +63,7 @@ class Time(NamedTuple):
 
     @property
     def hidden(self) -> float:
-        """The step time if the micro-steps overlap perfectly; the communication after them cannot overlap."""
+        """The step time if the microbatches overlap perfectly; the communication after them cannot overlap."""
         return max(self.compute, self.micro) + self.boundary
 
 
@@ -84,8 +84,8 @@ def assumptions(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """All assumptions, from the command line."""
     parser = argparse.ArgumentParser(description="A cost model of MiCS and ZeRO-3; see the module's docstring.")
     add = parser.add_argument
-    add("--micro-steps", type=int, default=4, help="s: micro-steps per optimizer step, for any number of GPUs")
-    add("--tokens", type=int, default=8 * 512, help="tokens per GPU and micro-step")
+    add("--micro-steps", type=int, default=4, help="s: microbatches per optimizer step, for any number of GPUs")
+    add("--tokens", type=int, default=8 * 512, help="tokens per GPU and microbatch")
     add("--flops", type=float, default=8.0, help="FLOP per parameter and token: forward, backward, recomputation")
     add("--bytes", type=float, default=2.0, help="bytes per parameter and per gradient on the wire")
     add("--compute", type=float, default=0.5, help="fraction of peak FLOP/s achieved by the computation alone")

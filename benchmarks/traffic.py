@@ -3,7 +3,7 @@
     python benchmarks/traffic.py
 
 Compiles one training step of a scan over layers on 8 CPU devices for each schedule (data parallel, ZeRO-1, 2 and 3,
-MiCS with groups of 4, and with groups of 2 x 2 that gather in hops or with hpZ, with one and two micro-steps) and
+MiCS with groups of 4, and with groups of 2 x 2 that gather in hops or with hpZ, with one and two microbatches) and
 reads its collectives. If a count is off by more than 1 %, its row is marked and the exit status is 1. Nothing is
 executed.
 """
@@ -51,7 +51,7 @@ class Schedule(NamedTuple):
       options: The options of `Zero`; `None`: plain data parallelism without jaxzero.
       links: Axis of a formula -> its mesh axes.
       formula: The expected bytes.
-      steps: The number of micro-steps.
+      steps: The number of microbatches.
     """
 
     name: str

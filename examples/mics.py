@@ -4,10 +4,10 @@
 
 The eight devices form two groups of four, like two nodes.
 
-* Split over all eight: each device stores an eighth, and each micro-step sums gradients over the slow link between the
+* Split over all eight: each device stores an eighth, and each microbatch sums gradients over the slow link between the
   groups.
 * `replica_axis="group"`: the split stays inside a group, and the groups repeat it. Each device stores a quarter. Only
-  one all-reduce of that quarter per step uses the slow link, after the last of four micro-steps.
+  one all-reduce of that quarter per step uses the slow link, after the last of four microbatches.
 
 Both runs have the same numbers. The plans show what each device sends over which mesh axis, before anything runs.
 Without accelerators the program makes eight virtual CPU devices.

@@ -360,7 +360,7 @@ def check(options: Options, mesh: Mesh, text: np.ndarray) -> None:
         if getattr(options, name) < 1:
             fail(f"--{name} {getattr(options, name)}: expected 1 or more")
     if options.batch % (mesh.size * options.accumulate):
-        fail(f"--batch {options.batch}: does not divide over {mesh.size} devices x {options.accumulate} micro-batches")
+        fail(f"--batch {options.batch}: does not divide over {mesh.size} devices x {options.accumulate} microbatches")
     if options.resume and options.checkpoint_dir is None:
         fail("--resume: from where? Give --checkpoint-dir too")
     if options.width % HEAD_WIDTH:
