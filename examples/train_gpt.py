@@ -534,7 +534,7 @@ def main(options: Options) -> None:
     tx = zero.optimizer(inner)
     abstract = jax.eval_shape(init, init_key)
     losses: list[float] = []
-    if begin_at(options, vocabulary) is not None:
+    if options.checkpoint_dir is not None and begin_at(options, vocabulary) is not None:
         try:
             params, state, begin, losses = jaxzero.restore(options.checkpoint_dir, zero, abstract, inner)
         except ValueError as error:  # of another model, or damaged

@@ -1,7 +1,7 @@
 """The types that signatures share."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import jax
 from jax.sharding import AbstractMesh, Mesh
@@ -14,5 +14,19 @@ Path = tuple[Any, ...]
 AnyMesh = Mesh | AbstractMesh
 #: One mesh axis, or several, outer first.
 AxisNames = str | Sequence[str]
+#: What `json.dumps` takes: numbers, strings, `None`, lists and dicts of these.
+JSON = Any
+#: A NumPy dtype, or one of JAX's own: of typed keys, `float0`.
+DType = Any
 #: What JAX takes for an array: Python numbers, too, are legal leaves.
 ArrayLike = jax.typing.ArrayLike
+#: What goes in comes out, in another place or of another type of JAX's.
+T = TypeVar("T", bound=ArrayLike)
+
+
+class HasShape(Protocol):
+    """An array, a `jax.ShapeDtypeStruct` or an `EvenSplit`."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The logical shape."""

@@ -4,12 +4,12 @@ from typing import Any
 
 import optax
 
-from .sharding.axes import AxisNames
+from ._types import AnyMesh, AxisNames
 from .zero import Zero
 
 
 def zero1(
-    inner: optax.GradientTransformation, axis_name: AxisNames = "data", *, mesh: Any = None, **options: Any
+    inner: optax.GradientTransformation, axis_name: AxisNames = "data", *, mesh: AnyMesh | None = None, **options: Any
 ) -> optax.GradientTransformationExtraArgs:
     """Wraps an optimizer with its state split over `axis_name` (stage 1: gradients are all-reduced).
 
@@ -42,7 +42,7 @@ def zero1(
 
 
 def zero2(
-    inner: optax.GradientTransformation, axis_name: AxisNames = "data", *, mesh: Any = None, **options: Any
+    inner: optax.GradientTransformation, axis_name: AxisNames = "data", *, mesh: AnyMesh | None = None, **options: Any
 ) -> optax.GradientTransformationExtraArgs:
     """Wraps an optimizer with state and gradients split over `axis_name` (stage 2: reduce-scatter).
 
@@ -84,7 +84,7 @@ def zero3(
     inner: optax.GradientTransformation,
     axis_name: AxisNames = "data",
     *,
-    mesh: Any = None,
+    mesh: AnyMesh | None = None,
     **options: Any,
 ) -> optax.GradientTransformationExtraArgs:
     """Wraps an optimizer with state, gradients and parameters split over `axis_name` (stage 3).
@@ -120,7 +120,7 @@ def mics(
     shard_axis: AxisNames,
     replica_axis: AxisNames,
     *,
-    mesh: Any = None,
+    mesh: AnyMesh | None = None,
     **options: Any,
 ) -> optax.GradientTransformationExtraArgs:
     """Wraps an optimizer with its state split inside groups and repeated across them (MiCS).
@@ -156,6 +156,12 @@ def mics(
     return _plain(stage, inner, shard_axis, mesh, options | {"replica_axis": replica_axis})
 
 
-def _plain(stage: int, inner: Any, axis_name: AxisNames, mesh: Any, options: dict[str, Any]) -> Any:
+def _plain(
+    stage: int,
+    inner: optax.GradientTransformation,
+    axis_name: AxisNames,
+    mesh: AnyMesh | None,
+    options: dict[str, Any],
+) -> optax.GradientTransformationExtraArgs:
     grads = options.pop("grads", "local")
     return Zero(mesh, stage=stage, shard_axis=axis_name, **options).optimizer(inner, grads=grads)

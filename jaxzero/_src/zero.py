@@ -4,24 +4,24 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, Self
 
+import jax
 import jax.numpy as jnp
 import optax
 
-from .analysis import explain as analysis_explain
-from .analysis import memory as analysis_memory
-from .analysis import planner
-from .analysis import verify as analysis_verify
-from .analysis.explain import Report
-from .analysis.memory import Memory
+from ._types import PyTree
+from .analysis.explain import Report, explain
+from .analysis.memory import Memory, memory
 from .analysis.plan import Plan
-from .analysis.verify import Verification
-from .comm import placement
+from .analysis.planner import make_plan
+from .analysis.verify import Verification, verify
+from .comm.placement import gather, shard, specs
 from .fsdp.init import init_sharded
 from .fsdp.observe import observe
 from .gradients.checks import GradOptions
 from .gradients.forward import forward
 from .gradients.value_and_grad import value_and_grad
-from .optimizer import checks, wrapper
+from .optimizer import checks
+from .optimizer.wrapper import ShardedOptimizer, wrap
 from .sharding.options import Options, require_observed
 from .sharding.scalars import python_scalar
 
@@ -63,19 +63,19 @@ class Zero(Options):
         `PartitionSpec`s like them, such as `jax.tree.map(lambda x: x.sharding.spec, params)` or what
         `flax.linen.get_partition_spec` and `flax.nnx.get_partition_spec` give, or a function of (key path,
         abstract leaf). A leaf is cut along its first dimension that none of these axes shards, padded to a multiple
-        of `N`; one that has none is not cut. The axes stay with the compiler, in losses too.
+        of `N`; a leaf without such a dimension is not cut. The axes stay with the compiler, in losses too.
       prefetch: Stage 3: how many large gathers may run ahead of the computation; 0 takes least memory.
       persist_bytes: Stage 3: parameters up to this size, in bytes, stay whole from their first use to the end
         of the backward pass.
       chunk_bytes: Stage 3: smaller parameters, in order of first use, travel together in gathers and
         reduce-scatters of about this many bytes; `None`: every one alone.
-      regather: Stage 3 with `shard_axis=("node", "local")`: ``"local"`` keeps of each large parameter the `1/k` that
+      regather: Stage 3 with `shard_axis=("node", "local")`: ``"local"`` keeps the `1/k` of each large parameter that
         a device fetched from other nodes (`k` devices in a node) until the backward pass, which then gathers inside
         the node only (hpZ of ZeRO++). Costs `M/k` bytes per device, saves half of what crosses nodes.
-      unused: What becomes of parameters that the observed loss does not use: ``"zero"`` gives them a zero
+      unused: How parameters that the observed loss does not use are treated: ``"zero"`` gives them a zero
         gradient, as JAX does (decay and momentum go on); ``"skip"`` leaves them and their state untouched;
         ``"error"`` makes `observe` refuse them by name.
-      offload: What rests in the host's memory (`pinned_host`) between uses: ``("state",)``, ``("state", "params")``
+      offload: What is kept in the host's memory (`pinned_host`) between uses: ``("state",)``, ``("state", "params")``
         or ``()``. `apply` fetches state bucket by bucket and sends it back; at stage 3 each share of a parameter is
         fetched before its gather. Numbers do not change. Scalars and small whole arrays stay on the device.
       observed: What `observe` found.
@@ -107,9 +107,9 @@ class Zero(Options):
         """Wraps any Optax optimizer: its state is split, its updates are those of the unsharded run.
 
         `init` and `update` are as Optax defines them. In the global view `update` takes gradients that
-        are the mean over the whole batch, whole or split. Inside a user's `shard_map` each leaf is read
-        as what it is: share-shaped is reduced and split, full and varying is this device's own and is
-        reduced as the stage prescribes. State keeps the inner optimizer's tree; its arrays are plain,
+        are the mean over the whole batch, whole or split. Inside a user's `shard_map` a share-shaped leaf
+        is already reduced and split; a full leaf that varies is this device's own gradient and is reduced
+        as the stage prescribes. State keeps the inner optimizer's tree; its arrays are plain,
         `1/N` per device. Put the wrapper outermost: `zero.optimizer(optax.chain(clip, adamw))`.
 
         Args:
@@ -137,10 +137,10 @@ class Zero(Options):
                 f"optimizer: grads={grads!r}. Expected 'local' or 'reduced'. Fix: grads='reduced' where "
                 "full gradients inside shard_map are the mean over devices already."
             )
-        return wrapper.wrap(self, inner, grads == "reduced")
+        return wrap(self, inner, grads == "reduced")
 
-    def init(self, init_fn: Callable[..., Any], *args: Any) -> Any:
-        """Parameters from `init_fn(*args)`, born as they rest: at stage 3 no device ever holds them whole.
+    def init(self, init_fn: Callable[..., PyTree], *args: PyTree) -> PyTree:
+        """Parameters from `init_fn(*args)`, made as they are stored: at stage 3 no device ever holds them whole.
 
         Args:
           init_fn: Returns a tree of parameters.
@@ -158,8 +158,8 @@ class Zero(Options):
         """
         return init_sharded(self, init_fn, *args)
 
-    def shard(self, params: Any) -> Any:
-        """Parameters as they rest between steps: whole on every device; at stage 3 each leaf split.
+    def shard(self, params: PyTree) -> PyTree:
+        """Parameters as they are stored between steps: whole on every device; at stage 3 each leaf split.
 
         Args:
           params: A tree of arrays in any placement; leaves that are split already are kept.
@@ -173,9 +173,9 @@ class Zero(Options):
           >>> zero.shard({"b": jnp.ones(3)})
           {'b': EvenSplit(shape=(3,), stored=float32[8])}
         """
-        return placement.shard(self, params)
+        return shard(self, params)
 
-    def gather(self, tree: Any) -> Any:
+    def gather(self, tree: PyTree) -> PyTree:
         """Plain full arrays from a tree in split form (parameters or gradients); one gather per leaf.
 
         Args:
@@ -194,9 +194,9 @@ class Zero(Options):
           >>> zero.gather(grad)
           Array([1., 1., 1.], dtype=float32)
         """
-        return placement.gather(self, tree)
+        return gather(self, tree)
 
-    def specs(self, tree: Any) -> Any:
+    def specs(self, tree: PyTree) -> PyTree:
         """`PartitionSpec`s of a tree in split form, for a user's own `shard_map`; sends nothing.
 
         Args:
@@ -213,86 +213,20 @@ class Zero(Options):
           >>> zero.specs(state)[0].trace["w"] == jax.sharding.PartitionSpec("data")
           True
         """
-        return placement.specs(self, tree)
-
-    def apply(self, tx: Any, grads: Any, opt_state: Any, params: Any, **extra: Any) -> tuple[Any, Any]:
-        """One optimizer step: update, add and cast on the share, then gather the new parameters once.
-
-        Equal to `optax.apply_updates(params, tx.update(...)[0])`, with less temporary memory and, for
-        parameters narrower than the state, fewer bytes: nothing whole but the new parameters exists.
-
-        Args:
-          tx: What `zero.optimizer` returned.
-          grads: As for `tx.update`.
-          opt_state: The state of `tx.init`.
-          params: The parameters.
-          **extra: Extra arguments of the inner `update` (`value=`, `value_fn=`, ...).
-
-        Returns:
-          `(new params, new state)`, placed as the old ones. Leaves that are not floating come back
-          as they are.
-
-        Raises:
-          ValueError: If `tx` is not the wrapped optimizer itself.
-
-        Examples:
-          >>> import jax, jax.numpy as jnp, optax, jaxzero
-          >>> zero = jaxzero.Zero(jax.make_mesh((8,), ("data",)))
-          >>> tx = zero.optimizer(optax.sgd(0.5))
-          >>> params = jnp.ones(3)
-          >>> params, state = zero.apply(tx, jnp.ones(3), tx.init(params), params)
-          >>> params
-          Array([0.5, 0.5, 0.5], dtype=float32)
-        """
-        checks.wrapped(tx, wrapper.ShardedOptimizer)
-        return tx.calls.apply(grads, opt_state, params, extra)
-
-    # --- functions of the parameters ---
-
-    def observe(
-        self, loss_fn: Callable[..., Any], params: Any, *batch: Any, whole_argnums: int | Sequence[int] = ()
-    ) -> Self:
-        """A `Zero` that knows how a loss uses its parameters: which leaves a `scan` stacks.
-
-        Traces only: nothing is computed or sent. A leaf whose every use is as the scanned operand of a
-        `scan` is *stacked*: it is split inside each layer, and the scan's body gathers one layer.
-
-        Args:
-          loss_fn: The loss, as for `value_and_grad`.
-          params: Parameters, whole or split, concrete or abstract.
-          *batch: The rest of its arguments, global, concrete or abstract.
-          whole_argnums: As for `value_and_grad`.
-
-        Returns:
-          The same options with `stacked` set and `observed.order`, `observed.unused` filled in.
-
-        Raises:
-          ValueError: If the loss uses no leaf of the parameters.
-
-        Examples:
-          >>> import jax, jax.numpy as jnp, jaxzero
-          >>> zero = jaxzero.Zero(jax.make_mesh((8,), ("data",)), stage=3)
-          >>> def loss(w, x):
-          ...     return jnp.mean(jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0])
-          >>> zero = zero.observe(loss, jnp.ones((3, 16, 16)), jnp.ones((8, 16)))
-          >>> zero.shard(jnp.ones((3, 16, 16))).addressable_shards[0].data.shape
-          (3, 2, 16)
-        """
-        observed, stacked = observe(self, loss_fn, params, batch, _positions(whole_argnums))
-        return dataclasses.replace(self, stacked=stacked, observed=observed)
+        return specs(self, tree)
 
     def value_and_grad(
         self,
-        loss_fn: Callable[..., Any],
+        loss_fn: Callable[..., PyTree],
         has_aux: bool = False,
         *,
         accumulate: int = 1,
-        accumulate_dtype: Any = jnp.float32,
+        accumulate_dtype: jax.typing.DTypeLike = jnp.float32,
         sync: str = "each",
         weighted: bool = False,
         whole_argnums: int | Sequence[int] = (),
         fold_keys: bool = True,
-    ) -> Callable[..., Any]:
+    ) -> Callable[..., PyTree]:
         """The mean loss over the whole global batch and its gradient, reduced as the stage prescribes.
 
         The loss is differentiated on each device's own examples (the local mean); the mean over devices
@@ -327,7 +261,7 @@ class Zero(Options):
 
         Raises:
           ValueError: For a batch that does not divide, a loss that is no floating scalar, an aux leaf that
-            depends on the device, parameters that are not at rest as this stage says, ordered effects.
+            depends on the device, parameters that are not stored as this stage says, ordered effects.
 
         Examples:
           >>> import jax, jax.numpy as jnp, jaxzero
@@ -340,15 +274,15 @@ class Zero(Options):
         how = GradOptions(bool(has_aux), accumulate, accumulate_dtype, sync, bool(weighted))
         how.check("value_and_grad", self.stage)
         require_observed(self, "value_and_grad")
-        return value_and_grad(self._options, loss_fn, how, _positions(whole_argnums), bool(fold_keys))
+        return value_and_grad(_options(self), loss_fn, how, _positions(whole_argnums), bool(fold_keys))
 
     def forward(
         self,
-        fn: Callable[..., Any],
+        fn: Callable[..., PyTree],
         *,
         whole_argnums: int | Sequence[int] = (),
         fold_keys: bool = True,
-    ) -> Callable[..., Any]:
+    ) -> Callable[..., PyTree]:
         """A function of the parameters, without gradients: evaluation, generation.
 
         Each device runs `fn` on its own examples. At stage 3 parameters are gathered where they are used,
@@ -376,16 +310,75 @@ class Zero(Options):
           >>> logits.shape, float(logits.sum())
           ((16, 3), 240.0)
         """
-        return forward(self._options, fn, _positions(whole_argnums), bool(fold_keys))
+        return forward(_options(self), fn, _positions(whole_argnums), bool(fold_keys))
 
-    @property
-    def _options(self) -> Options:
-        """The options alone: equal ones share compiled programs."""
-        return Options(**{f.name: getattr(self, f.name) for f in dataclasses.fields(Options)})
+    def apply(self, tx: Any, grads: PyTree, opt_state: PyTree, params: PyTree, **extra: Any) -> tuple[PyTree, PyTree]:
+        """One optimizer step: update, add and cast on the share, then gather the new parameters once.
+
+        Equal to `optax.apply_updates(params, tx.update(...)[0])`, with less temporary memory and, for
+        parameters narrower than the state, fewer bytes: nothing whole but the new parameters exists.
+
+        Args:
+          tx: What `zero.optimizer` returned.
+          grads: As for `tx.update`.
+          opt_state: The state of `tx.init`.
+          params: The parameters.
+          **extra: Extra arguments of the inner `update` (`value=`, `value_fn=`, ...).
+
+        Returns:
+          `(new params, new state)`, placed as the old ones. Leaves that are not floating come back
+          as they are.
+
+        Raises:
+          ValueError: If `tx` is not the wrapped optimizer itself.
+
+        Examples:
+          >>> import jax, jax.numpy as jnp, optax, jaxzero
+          >>> zero = jaxzero.Zero(jax.make_mesh((8,), ("data",)))
+          >>> tx = zero.optimizer(optax.sgd(0.5))
+          >>> params = jnp.ones(3)
+          >>> params, state = zero.apply(tx, jnp.ones(3), tx.init(params), params)
+          >>> params
+          Array([0.5, 0.5, 0.5], dtype=float32)
+        """
+        checks.wrapped(tx, ShardedOptimizer)
+        return tx.calls.apply(grads, opt_state, params, extra)
+
+    def observe(
+        self, loss_fn: Callable[..., PyTree], params: PyTree, *batch: PyTree, whole_argnums: int | Sequence[int] = ()
+    ) -> Self:
+        """A `Zero` that knows how a loss uses its parameters: which leaves a `scan` stacks.
+
+        Traces only: nothing is computed or sent. A leaf whose every use is as the scanned operand of a
+        `scan` is *stacked*: it is split inside each layer, and the scan's body gathers one layer.
+
+        Args:
+          loss_fn: The loss, as for `value_and_grad`.
+          params: Parameters, whole or split, concrete or abstract.
+          *batch: The rest of its arguments, global, concrete or abstract.
+          whole_argnums: As for `value_and_grad`.
+
+        Returns:
+          The same options with `stacked` set and `observed.order`, `observed.unused` filled in.
+
+        Raises:
+          ValueError: If the loss uses no leaf of the parameters.
+
+        Examples:
+          >>> import jax, jax.numpy as jnp, jaxzero
+          >>> zero = jaxzero.Zero(jax.make_mesh((8,), ("data",)), stage=3)
+          >>> def loss(w, x):
+          ...     return jnp.mean(jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0])
+          >>> zero = zero.observe(loss, jnp.ones((3, 16, 16)), jnp.ones((8, 16)))
+          >>> zero.shard(jnp.ones((3, 16, 16))).addressable_shards[0].data.shape
+          (3, 2, 16)
+        """
+        observed, stacked = observe(self, loss_fn, params, batch, _positions(whole_argnums))
+        return dataclasses.replace(self, stacked=stacked, observed=observed)
 
     # --- reports: nothing is computed or sent ---
 
-    def explain(self, inner: optax.GradientTransformation, params: Any) -> Report:
+    def explain(self, inner: optax.GradientTransformation, params: PyTree) -> Report:
         """What the partitioner does with each equation of `inner.update`, and what it costs.
 
         Traces only: nothing is computed or sent. Gradients are taken as split, as `value_and_grad` gives
@@ -406,11 +399,11 @@ class Zero(Options):
           >>> len(report.crossings)
           0
         """
-        return analysis_explain.explain(self, inner, params)
+        return explain(self, inner, params)
 
     def plan(
         self,
-        params: Any,
+        params: PyTree,
         inner: optax.GradientTransformation | None = None,
         *,
         accumulate: int = 1,
@@ -419,7 +412,7 @@ class Zero(Options):
         """What each device will hold and send: memory at rest at every stage, traffic per step and mesh axis.
 
         Traces only: nothing is allocated, compiled or sent, and the mesh may be a `jax.sharding.AbstractMesh`. At
-        stage 3 traffic follows the loss that `observe` saw; without one each parameter is taken to be used once
+        stage 3 traffic follows the loss that `observe` saw; without one each parameter is assumed to be used once
         forward and once backward.
 
         Args:
@@ -441,10 +434,10 @@ class Zero(Options):
           >>> [row.total for row in plan.at_rest]
           [8388612, 4718596, 2883588, 1048580]
         """
-        return planner.make(self._options, params, inner, accumulate, sync)
+        return make_plan(_options(self), params, inner, accumulate, sync)
 
-    def memory(self, compiled: Any) -> Memory:
-        """What a compiled program needs of each device's memory, as XLA says; sends nothing.
+    def memory(self, compiled: jax.stages.Compiled) -> Memory:
+        """The memory that a compiled program needs on each device, as XLA reports it; sends nothing.
 
         Args:
           compiled: What `jax.jit(f).lower(*args).compile()` returned, for devices that are here or not.
@@ -453,7 +446,7 @@ class Zero(Options):
           A `Memory`, in bytes per device; `print` it.
 
         Raises:
-          ValueError: If `compiled` is no compiled program.
+          ValueError: If `compiled` is not a compiled program.
 
         Examples:
           >>> import jax, jax.numpy as jnp, jaxzero
@@ -464,12 +457,12 @@ class Zero(Options):
           >>> memory.arguments  # an eighth of the parameters and of the batch
           2304
         """
-        return analysis_memory.memory(compiled)
+        return memory(compiled)
 
     def verify(
         self,
-        compiled: Any,
-        params: Any,
+        compiled: jax.stages.Compiled | str,
+        params: PyTree,
         inner: optax.GradientTransformation | None = None,
         *,
         accumulate: int = 1,
@@ -481,7 +474,7 @@ class Zero(Options):
         Reads the program that XLA made: bytes sent per kind and mesh axis; that stage 3 gathers stacked layers in their
         loop; that no state, and at stage 3 no parameter, is whole on every device; that donated memory is reused. The
         step is one of `value_and_grad` and `apply`, or does by hand what they do, in or outside `shard_map`. Stage 3
-        is checked against the loss that `observe` saw; without one only what is missing shows, not what is too much.
+        is checked against the loss that `observe` saw; without one only missing collectives are found, not extra ones.
         Programs for TPUs show gathers and reduce-scatters as all-reduces and send bfloat16 for float32, so there only
         the sum of traffic per axis is checked, up to what all-reduces in their place would send: whole gradients that
         are summed at stage 2 do not show.
@@ -499,7 +492,7 @@ class Zero(Options):
           A `Verification`: what was promised and found (`print` it), and all collectives.
 
         Raises:
-          ValueError: With a table of promised and found: a promised collective is missing, one that nobody promised is
+          ValueError: With a table of promised and found: a promised collective is missing, one that was not promised is
             there, a donated buffer was not reused, memory at rest is above the plan. Also for a program without text,
             or for other devices or parameters.
 
@@ -513,14 +506,19 @@ class Zero(Options):
           ...     return zero.apply(tx, grads, state, params)
           >>> step = jax.jit(step, donate_argnums=(0, 1)).lower(params, tx.init(params), jnp.ones((8, 64))).compile()
           >>> print(zero.verify(step, params, optax.adam(1e-3)))
-          per device                            promised     found
-          --------------------------------------------------------
-          all-gather over data                  14.34 kB   14.34 kB  ok
-          reduce-scatter over data              14.34 kB   14.34 kB  ok
-          parameters and state at rest          20.48 kB   20.48 kB  ok
-          memory of donated arguments, reused   20.48 kB   20.48 kB  ok
+          per device                           promised     found
+          -----------------------------------------------------------
+          all-gather over data                 14.34 kB  14.34 kB  ok
+          reduce-scatter over data             14.34 kB  14.34 kB  ok
+          parameters and state at rest         20.48 kB  20.48 kB  ok
+          memory of donated arguments, reused  20.48 kB  20.48 kB  ok
         """
-        return analysis_verify.verify(self._options, compiled, params, inner, accumulate, sync, donated)
+        return verify(_options(self), compiled, params, inner, accumulate, sync, donated)
+
+
+def _options(zero: Options) -> Options:
+    """The options alone: equal ones share compiled programs."""
+    return Options(**{f.name: getattr(zero, f.name) for f in dataclasses.fields(Options)})
 
 
 def _positions(whole_argnums: int | Sequence[int]) -> tuple[int, ...]:

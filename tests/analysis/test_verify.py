@@ -29,7 +29,7 @@ UNSEEN_ON_TPU = "psum for psum_scatter"
 def one_plan_for_many_programs():
     """The plan of a step does not depend on what it was compiled for."""
     made: dict = {}
-    make = planner.make
+    make = planner.make_plan
 
     def once(options, params, *how):
         if params is not PARAMS:
@@ -38,9 +38,9 @@ def one_plan_for_many_programs():
             made[options, *how] = make(options, params, *how)
         return made[options, *how]
 
-    planner.make = once
+    planner.make_plan = once
     yield
-    planner.make = make
+    planner.make_plan = make
 
 
 @functools.cache

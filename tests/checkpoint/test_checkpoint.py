@@ -384,7 +384,7 @@ def test_no_checkpoint(tmp_path):
         (dict(params={"a": jax.ShapeDtypeStruct((16,), jnp.float32)}), r"save: leaf 'a' is a ShapeDtypeStruct.*arrays"),
         (dict(opt_state=("text",)), r"save: leaf '0' is a str"),
         (dict(extra={"at": [{3: 1}]}), r"save: extra=.* cannot be written as JSON \(the key 3 is no text\)"),
-        (dict(directory="file:///runs/a"), r"nobody knows how to reach 'file:///runs/a'.*Fix: a path without a scheme"),
+        (dict(directory="file:///runs/a"), r"'file:///runs/a' cannot be reached.*Fix: a path without a scheme"),
         (dict(directory=None), r"the directory is None\. Expected a path"),
         (dict(zero="stage 2"), r"save: zero is a str\. Expected a jaxzero\.Zero, or None"),
         (

@@ -14,7 +14,7 @@ import jaxzero
 from jaxzero._src._text import path_text
 from jaxzero._src.sharding.axes import Axes, in_manual_region, names, resolve
 from jaxzero._src.sharding.axis_checks import check_axes
-from jaxzero._src.sharding.place import place, written
+from jaxzero._src.sharding.place import named_sharding, place
 from jaxzero._src.sharding.vma import cast, match, varying
 
 
@@ -134,7 +134,7 @@ MESHES = [((8,), ("data",)), ((1,), ("data",)), ((1, 8), ("node", "local")), ((2
 def test_specs_are_written_as_jax_writes_those_of_results(shape, axes, explicit):
     on = helpers.make_mesh(shape, axes, explicit=explicit)
     for spec in (P(), P(axes), P(None, axes), P(axes[-1]), P(axes[0], axes[-1]) if len(axes) > 1 else P()):
-        target = written(on, spec, 3)
+        target = named_sharding(on, spec, 3)
         assert target.is_equivalent_to(NamedSharding(on, spec), 3)
         x = jax.device_put(np.ones((8, 8, 2)), target)
         assert jax.jit(lambda x: x + 1)(x).sharding == target, spec

@@ -13,7 +13,7 @@ import pytest
 import jaxzero
 
 ROOT = pathlib.Path(__file__).parents[2]
-LONGEST = 320
+LONGEST = 600
 
 
 def sources(package: pathlib.Path) -> Iterator[tuple[str, str]]:

@@ -135,7 +135,7 @@ def explain(options: Options, inner: Any, params: Any) -> Report:
     """What one update with split gradients does, without running it."""
     checks.inner_optimizer(inner, ShardedOptimizer, "explain")
     axes, _ = resolve_axes(options, "explain")
-    sharding_checks.parameters("explain", options, params)
+    sharding_checks.check_params("explain", options, params)
     leaves, _ = optimizer_leaves(options, "explain", params, axes)
     state = optimizer_trace.trace_init(inner, leaves, axes).out
     none = optimizer_trace.Extra({}, {}, {})

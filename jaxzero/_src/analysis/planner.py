@@ -20,7 +20,9 @@ from .plan import AtRest, Plan, PlannedLeaf
 from .planned_traffic import CALL
 
 
-def make(options: Options, params: Any, inner: optax.GradientTransformation | None, accumulate: int, sync: str) -> Plan:
+def make_plan(
+    options: Options, params: Any, inner: optax.GradientTransformation | None, accumulate: int, sync: str
+) -> Plan:
     """See `Zero.plan`."""
     axes, manual = resolve_axes(options, CALL)
     if manual:
@@ -32,7 +34,7 @@ def make(options: Options, params: Any, inner: optax.GradientTransformation | No
             f"{CALL}: the parameters have no leaf. Found {type(params).__name__}; expected a tree of arrays. Fix: pass "
             "parameters, for example jax.eval_shape(init_fn, key)."
         )
-    checks.parameters(CALL, options, params)
+    checks.check_params(CALL, options, params)
     leaves = param_leaves(options, params, axes.n)
     resting = planned_traffic.at_rest(options, leaves)
     own, other, hosted, unsharded = _state(options, leaves, resting, inner)
@@ -143,7 +145,7 @@ def _state(
     other = hosted = 0
     for path, x in jax.tree_util.tree_leaves_with_path(wrapper.wrap(options, inner, False).init(resting)):
         size = nbytes(x.sharding.shard_shape(x.shape), x.dtype)
-        hosted += size * (x.sharding.memory_kind == sharding_host.KIND)
+        hosted += size * (x.sharding.memory_kind == sharding_host.PINNED_HOST)
         leaf = owner(path, None, by_path)
         if leaf is None:
             other += size

@@ -78,7 +78,7 @@ def verify(
 ) -> Verification:
     """See `Zero.verify`."""
     program = parse(text_of(CALL, compiled))
-    plan = planner.make(options, params, inner, accumulate, sync)
+    plan = planner.make_plan(options, params, inner, accumulate, sync)
     axes, _ = resolve_axes(options, CALL)
     if program.devices != options.mesh.size:
         raise ValueError(

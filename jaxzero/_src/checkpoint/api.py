@@ -1,37 +1,46 @@
-"""Checkpoints that move between meshes: on disk every leaf has its logical shape, once, whatever the layout."""
+"""Save and restore: on disk each leaf has its logical shape and is stored once, for any mesh and layout."""
 
 import dataclasses
+import os
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+import optax
 
+from .._types import JSON, PyTree
 from ..comm import placement
-from ..optimizer import wrapper
-from ..sharding import checks, processes
+from ..optimizer.wrapper import wrap
+from ..sharding import processes
 from ..sharding.axes import Axes
+from ..sharding.checks import check_arrays
 from ..sharding.layout import is_split
 from ..sharding.leaves import Leaves, state_leaves, wrap_padded
 from ..sharding.options import Options, resolve_axes
 from ..sharding.place import check_devices
-from . import leaves as checkpoint_leaves
-from . import manifest, orbax_io
+from . import manifest as manifests
+from . import orbax_io
+from .leaves import STATE, Entry, check_names, of_params, of_state, of_tree, saved, wanted_state
+
+#: A folder that all processes see, or a bucket such as ``gs://...``.
+Directory = str | os.PathLike[str]
 
 
 class Restored(NamedTuple):
     """What `restore` returns.
 
     Attributes:
-      params: The parameters, at rest as the `Zero` says.
+      params: The parameters, stored as the `Zero` says.
       opt_state: The optimizer state.
       step: The step that was read.
       extra: What `save` was given.
     """
 
-    params: Any
-    opt_state: Any
+    params: PyTree
+    opt_state: PyTree
     step: int
-    extra: Any
+    extra: JSON
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,10 +48,10 @@ class Saving:
     """A checkpoint that is being written in the background.
 
     Attributes:
-      path: Where.
+      path: The folder of the step.
     """
 
-    path: Any
+    path: orbax_io.EPath
 
     def wait(self) -> None:
         """Returns when the checkpoint is complete.
@@ -56,37 +65,37 @@ class Saving:
 
 
 def save(
-    directory: Any,
+    directory: Directory,
     step: int,
     zero: Options | None,
-    params: Any,
-    opt_state: Any,
-    inner: Any = None,
+    params: PyTree,
+    opt_state: PyTree,
+    inner: optax.GradientTransformation | None = None,
     *,
-    extra: Any = None,
+    extra: JSON = None,
 ) -> Saving:
     """Writes a checkpoint in the background: logical leaves, each once, without padding.
 
-    Returns when this process's part is copied to the host, so parameters and state may be donated at once. The step
+    Returns as soon as this process's part is copied to the host, so parameters and state may be donated. The step
     appears in `directory` only when it is complete. The next `save` waits for it, and raises if it failed. Every
-    process calls it, and each writes its part. With several processes a device sends the beginning of each flat
+    process must call it, and each writes its part. With several processes a device sends the beginning of each flat
     leaf's share, at most 1/8 of it, to the device before it; leaves with small shares are gathered one by one.
 
     Args:
       directory: A folder that all processes see, or a bucket (``gs://...``).
       step: The number of the step; the directory does not have it yet.
       zero: The `Zero` that split the state; `None` for a state that nothing split.
-      params: The parameters as they rest.
+      params: The parameters as they are stored between steps.
       opt_state: The state of `zero.optimizer(inner)`.
       inner: The optimizer, not wrapped. Needed where a state leaf is flat and not of its parameter's shape
-        (Adafactor's factors): only the optimizer knows its logical shape. `save` says so.
+        (Adafactor's factors), because its logical shape follows from the optimizer alone. `save` raises then.
       extra: The position in the data and the like: JSON values; process 0's are written.
 
     Returns:
       A `Saving`; its `wait()` returns when the step is complete. Call it on the last one, before the program ends.
 
     Raises:
-      ValueError: If the step is there already, the directory cannot be written, the save before failed, a leaf does
+      ValueError: If the step exists already, the directory cannot be written, the save before failed, a leaf does
         not fit, or processes disagree.
 
     Examples:
@@ -104,20 +113,20 @@ def save(
     if isinstance(step, bool) or not isinstance(step, (int, np.integer)) or step < 0:
         raise ValueError(f"save: step={step!r}. Expected an int of at least 0. Fix: the number of the training step.")
     axes = _axes("save", zero)
-    extra = manifest.check_extra(extra)
-    leaves, arrays = checkpoint_leaves.saved(zero, axes, params, opt_state, inner)
+    extra = manifests.check_extra(extra)
+    leaves, arrays = saved(zero, axes, params, opt_state, inner)
     orbax_io.wait()
     path = orbax_io.folder(directory) / str(int(step))
-    facts = dict(step=step, directory=directory, leaves=manifest.fingerprint(leaves))
+    facts = dict(step=step, directory=directory, leaves=manifests.fingerprint(leaves))
     processes.agree("save", zero, facts, orbax_io.obstacle(path))
-    orbax_io.write(path, manifest.compose(zero, axes, int(step), leaves, extra), leaves, arrays, zero, axes)
+    orbax_io.write(path, manifests.compose(zero, axes, int(step), leaves, extra), leaves, arrays, zero, axes)
     return Saving(path)
 
 
-def latest(directory: Any) -> int | None:
-    """The newest complete step in a directory, or `None`. Waits for a save of this program that is under way.
+def latest(directory: Directory) -> int | None:
+    """The newest complete step in a directory, or `None`. Waits for an unfinished save of this program.
 
-    With several processes every one calls it, and all get process 0's answer.
+    Every process must call it, and all return the step that process 0 found.
 
     Args:
       directory: That of `save`; it need not exist.
@@ -131,15 +140,15 @@ def latest(directory: Any) -> int | None:
       True
     """
     orbax_io.wait()
-    found = processes.broadcast(max(orbax_io.complete_steps(directory), default=-1))
-    return None if found < 0 else found
+    step = processes.broadcast(max(orbax_io.complete_steps(directory), default=-1))
+    return None if step < 0 else step
 
 
 def restore(
-    directory: Any,
+    directory: Directory,
     zero: Options | None,
-    abstract_params: Any,
-    inner: Any,
+    abstract_params: PyTree,
+    inner: optax.GradientTransformation | None,
     step: int | None = None,
     *,
     partial: bool = False,
@@ -150,13 +159,13 @@ def restore(
 
     Args:
       directory: That of `save`.
-      zero: How the state shall be split: any mesh, stage and options; `None`: not at all, on one device.
+      zero: The `Zero` that shall split the state, with any mesh, stage and options; `None`: whole, on one device.
       abstract_params: The parameters' tree at logical shapes: `jax.eval_shape(init_fn, key)`.
       inner: The optimizer, not wrapped; `None`: only the parameters are read.
       step: The step; `None`: the latest complete one.
-      partial: Whether leaves may have come or gone since: a parameter that the checkpoint lacks keeps the array in
-        its place in `abstract_params`, its state is fresh, and what is not asked for is left out. Shapes and dtypes
-        of all others must agree.
+      partial: Whether leaves may have been added or removed since: a parameter that the checkpoint lacks keeps its
+        array in `abstract_params` and gets fresh state; leaves that are not in `abstract_params` are left out. Shapes
+        and dtypes of all others must agree.
 
     Returns:
       A `Restored`: `params`, `opt_state`, `step`, `extra`.
@@ -166,24 +175,24 @@ def restore(
         missing, unexpected, or of another shape or dtype: by name.
     """
     axes = _axes("restore", zero)
-    path, told = found("restore", directory, zero, latest(directory) if step is None else step)
-    checks.arrays("restore", abstract_params)
-    params = checkpoint_leaves.of_tree(zero, abstract_params, axes)
-    leaves, state = checkpoint_leaves.of_params(zero, params), None
+    path, manifest = find("restore", directory, zero, latest(directory) if step is None else step)
+    check_arrays("restore", abstract_params)
+    params = of_tree(zero, abstract_params, axes)
+    leaves, state = of_params(zero, params), None
     if inner is not None:
-        saved = {name: leaf for name, leaf in told["leaves"].items() if name.split("/")[0] == checkpoint_leaves.STATE}
-        state = checkpoint_leaves.wanted_state(inner, params, axes, saved)
-        leaves = leaves + checkpoint_leaves.of_state(zero, state_leaves(state, params.leaves, axes.n))
-    checkpoint_leaves.check_names("restore", leaves)
-    manifest.check_leaves(path, told, leaves, params_only=inner is None, partial=partial)
-    arrays = orbax_io.read(path, zero, [e for e in leaves if e.name in told["leaves"]], axes)
+        on_disk = {name: leaf for name, leaf in manifest["leaves"].items() if name.split("/")[0] == STATE}
+        state = wanted_state(inner, params, axes, on_disk)
+        leaves = leaves + of_state(zero, state_leaves(state, params.leaves, axes.n))
+    check_names("restore", leaves)
+    manifests.check_leaves(path, manifest, leaves, params_only=inner is None, partial=partial)
+    arrays = orbax_io.read(path, zero, [e for e in leaves if e.name in manifest["leaves"]], axes)
     count = len(params.leaves)
     new_params = _params(path, zero, params, leaves[:count], arrays, abstract_params)
-    if any(e.name not in arrays for e in leaves[count:]):
-        fresh = inner.init(new_params) if zero is None else wrapper.wrap(zero, inner, False).init(new_params)
+    if inner is not None and any(e.name not in arrays for e in leaves[count:]):
+        fresh = inner.init(new_params) if zero is None else wrap(zero, inner, False).init(new_params)
         arrays = dict(zip((e.name for e in leaves[count:]), jax.tree.leaves(fresh), strict=True)) | arrays
     opt_state = jax.tree.unflatten(jax.tree.structure(state), [arrays[e.name] for e in leaves[count:]])
-    return Restored(new_params, opt_state, int(told["step"]), told["extra"])
+    return Restored(new_params, opt_state, int(manifest["step"]), manifest["extra"])
 
 
 def _axes(call: str, zero: Options | None) -> Axes:
@@ -199,28 +208,37 @@ def _axes(call: str, zero: Options | None) -> Axes:
     return resolve_axes(zero, call)[0]
 
 
-def found(call: str, directory: Any, zero: Options | None, step: int | None) -> tuple[Any, dict[str, Any]]:
-    """The folder of a step and its manifest; refuses what is no complete checkpoint, or too new."""
-    told: dict[str, Any] = {}
+def find(
+    call: str, directory: Directory, zero: Options | None, step: int | None
+) -> tuple[orbax_io.EPath, dict[str, Any]]:
+    """The folder of a step and its manifest; refuses an incomplete checkpoint, and one that is too new."""
+    manifest: dict[str, Any] = {}
     path = orbax_io.folder(directory) / str(step)
     problem = (
         f"{call}: there is no complete checkpoint in {directory}. Expected one that jaxzero.save wrote. Fix: the "
         "directory; jaxzero.latest(directory) is None where there is none."
     )
     if step is not None:
-        told, problem = orbax_io.read_manifest(path)
+        manifest, problem = orbax_io.read_manifest(path)
         if problem:
             problem = (
                 f"{call}: {path} cannot be read: {problem}. Expected a complete checkpoint; complete steps here are "
                 f"{orbax_io.complete_steps(directory)}. Fix: one of these, or permission to read."
             )
     processes.agree(call, zero, dict(step=step, directory=directory), problem)
-    manifest.check_version(call, path, told)
-    return path, told
+    manifests.check_version(call, path, manifest)
+    return path, manifest
 
 
-def _params(path: Any, zero: Options | None, params: Leaves, leaves: Any, arrays: dict[str, Any], given: Any) -> Any:
-    """The tree of parameters; those that the checkpoint lacks are the given arrays, put at rest."""
+def _params(
+    path: orbax_io.EPath,
+    zero: Options | None,
+    params: Leaves,
+    leaves: Sequence[Entry],
+    arrays: Mapping[str, jax.Array],
+    given: PyTree,
+) -> PyTree:
+    """The tree of parameters; those that the checkpoint lacks are the given arrays, placed as `zero` stores them."""
     out = []
     for e, x in zip(leaves, jax.tree.leaves(given, is_leaf=is_split), strict=True):
         if e.name in arrays:

@@ -1,8 +1,8 @@
-"""A row-major range of an array as boxes, and chunks that such ranges can be cut at: shape arithmetic only.
+"""Ranges of the row-major order as boxes, and chunks that begin and end such ranges: shape arithmetic only.
 
-A flat leaf is split in mid-row, but its file has the logical shape and regular chunks, each written by one process.
-So a chunk is contiguous in row-major order, and every device writes from the first chunk that begins in its share to
-the first that begins in the next one.
+The share of a flat leaf may begin in the middle of a row, but its file has the logical shape and regular chunks, each
+written by one process. So a chunk is contiguous in row-major order, and every device writes from the first chunk that
+begins in its share to the first that begins in the next share.
 """
 
 import dataclasses
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from ..sharding.layout import Shape
 
-#: Chunks waste at most one part in this many on the padding of the last one.
+#: The padding of the last chunk is at most `1 / _WASTE` of the cut axis.
 _WASTE = 100
 
 Box = tuple[slice, ...]
@@ -101,7 +101,7 @@ def extents(box: Box) -> Shape:
 
 
 def within(box: Box, shape: Shape) -> Box:
-    """What of a box lies in an array of this shape; open ends become the array's.
+    """The part of a box that lies in an array of this shape; open ends become the array's.
 
     Examples:
       >>> within((slice(4, 8), slice(None)), (5, 3)), within((slice(8, 12),), (5,))

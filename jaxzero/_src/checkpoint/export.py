@@ -1,4 +1,4 @@
-"""Parameters of a checkpoint for other tools: full arrays, a file at a time, so the model is never held whole."""
+"""Exports the parameters of a checkpoint for other tools, one file at a time: the whole model is never in memory."""
 
 import json
 import math
@@ -13,21 +13,28 @@ import numpy as np
 
 from .._optional import need
 from ..sharding.scalars import is_int, python_scalar
-from . import api, orbax_io
+from . import orbax_io
+from .api import Directory, find, latest
 from .leaves import PARAMS
+from .orbax_io import EPath
 
 FORMATS = ("safetensors",)
-#: The size of a file: as much is held at a time, or the largest parameter.
+#: The size of a file, which is also how much is in memory at a time (or the largest parameter).
 MAX_BYTES = 2**30
 
 
 def export(
-    directory: Any, to: str = "safetensors", *, step: int | None = None, out: Any = None, max_bytes: int = MAX_BYTES
-) -> Any:
+    directory: Directory,
+    to: str = "safetensors",
+    *,
+    step: int | None = None,
+    out: Directory | None = None,
+    max_bytes: int = MAX_BYTES,
+) -> EPath:
     """Writes the full parameters of a checkpoint to files that other tools read.
 
-    Needs neither the model nor the mesh that the checkpoint came from. Names are key paths joined by dots; what does
-    not fit into one file goes into several, with an index, in the way that Hugging Face's libraries read.
+    Needs neither the model nor the mesh that the checkpoint came from. Names are key paths joined by dots. A model
+    that does not fit into one file takes several with an index, in the form that Hugging Face's libraries read.
 
     Args:
       directory: That of `jaxzero.save`.
@@ -81,19 +88,19 @@ def export(
     return folder
 
 
-def _save(library: Any, tensors: Mapping[str, np.ndarray], file: Any, metadata: Mapping[str, str]) -> None:
-    """Writes one file, with the mode that a new file has there: the library's own is 0600."""
+def _save(library: Any, tensors: Mapping[str, np.ndarray], file: EPath, metadata: Mapping[str, str]) -> None:
+    """Writes one file, with the mode that the umask gives to new files: the library's own is 0600."""
     file.touch()
     mode = os.stat(file).st_mode
     library.save_file(tensors, file, metadata=metadata)
     os.chmod(file, stat.S_IMODE(mode))
 
 
-def _found(directory: Any, step: int | None) -> tuple[Any, dict[str, jax.ShapeDtypeStruct]]:
+def _found(directory: Directory, step: int | None) -> tuple[EPath, dict[str, jax.ShapeDtypeStruct]]:
     """The folder of a step, and its parameters as they are on disk."""
-    step = api.latest(directory) if step is None else step
-    path, told = api.found("export", directory, None, step)
-    params = {name: x for name, x in told["leaves"].items() if name.split("/")[0] == PARAMS}
+    step = latest(directory) if step is None else step
+    path, manifest = find("export", directory, None, step)
+    params = {name: x for name, x in manifest["leaves"].items() if name.split("/")[0] == PARAMS}
     clash = {_dotted(name) for name in params}
     if len(clash) < len(params):
         raise ValueError(
@@ -103,8 +110,8 @@ def _found(directory: Any, step: int | None) -> tuple[Any, dict[str, jax.ShapeDt
     return path, {name: _on_disk(*x) for name, x in params.items()}
 
 
-def _check(library: Any, path: Any, leaves: Mapping[str, jax.ShapeDtypeStruct]) -> None:
-    """Refuses what the format has no place for, before anything is written."""
+def _check(library: Any, path: EPath, leaves: Mapping[str, jax.ShapeDtypeStruct]) -> None:
+    """Refuses leaves that the format cannot hold, before anything is written."""
     refusal = need("safetensors", "export", "jaxzero export").SafetensorError
     for name, x in leaves.items():
         problem = "it keeps its own notes under this name" if _dotted(name) == "__metadata__" else ""
@@ -121,13 +128,13 @@ def _check(library: Any, path: Any, leaves: Mapping[str, jax.ShapeDtypeStruct]) 
 
 
 def _on_disk(dtype: str, shape: Sequence[int]) -> jax.ShapeDtypeStruct:
-    """A leaf on disk; of keys only the size is guessed, which decides about files alone."""
+    """A leaf on disk. The size of keys is a guess; only the division into files depends on it."""
     keys = dtype.startswith("key<")
     return jax.ShapeDtypeStruct((*shape, 4) if keys else tuple(shape), jnp.dtype("uint32" if keys else dtype))
 
 
 def _groups(leaves: Mapping[str, jax.ShapeDtypeStruct], most: int) -> Iterator[list[str]]:
-    """Names whose arrays together are not larger than `most`, or one that is."""
+    """Groups of names whose arrays take at most `most` bytes together; a larger array is a group of its own."""
     group: list[str] = []
     for name, x in leaves.items():
         if group and sum(_bytes(leaves[n]) for n in group) + _bytes(x) > most:
@@ -146,7 +153,7 @@ def _dotted(name: str) -> str:
     return name.removeprefix(PARAMS).removeprefix("/").replace("/", ".") or PARAMS
 
 
-def _make(folder: Any) -> None:
+def _make(folder: EPath) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         there = [file.name for file in folder.glob("*.safetensors*")]

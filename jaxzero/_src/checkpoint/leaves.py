@@ -4,13 +4,14 @@ import dataclasses
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import jax
 import numpy as np
+import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from .._text import path_text
+from .._types import JSON, ArrayLike, DType, Path, PyTree
 from ..optimizer import checks, trace
 from ..optimizer.wrapper import ShardedOptimizer
 from ..sharding.axes import Axes
@@ -40,14 +41,14 @@ class Entry:
       name: ``params/...`` or ``opt_state/...`` and its key path.
       shape: Its logical shape.
       dtype: Its dtype.
-      layout: How it is cut at rest here; `None`: it is whole.
-      memory_kind: In which memory it is at rest here; `None`: the device's.
-      other_axes: The other mesh axes that shard each dimension here; empty where none does.
+      layout: How the array in memory is cut; `None`: it is whole.
+      memory_kind: The memory kind of the array; `None`: the device's memory.
+      other_axes: The other mesh axes that shard each dimension of the array; empty where none does.
     """
 
     name: str
     shape: Shape
-    dtype: Any
+    dtype: DType
     layout: Layout | None
     memory_kind: str | None = None
     other_axes: OtherAxes = ()
@@ -58,16 +59,16 @@ class Entry:
         return self.layout is not None and not self.layout.plain
 
     def spec(self, axes: Axes) -> PartitionSpec:
-        """Where it is at rest here."""
+        """The `PartitionSpec` of the array in memory."""
         return spec_of(self.layout, self.other_axes, axes.shard)
 
     @property
-    def written(self) -> bool:
-        """Whether there is anything on disk: of an empty leaf the manifest says all."""
+    def has_data(self) -> bool:
+        """Whether there is anything on disk: an empty leaf stands in the manifest alone."""
         return 0 not in self.shape
 
     @property
-    def described(self) -> list[Any]:
+    def described(self) -> list[JSON]:
         """Dtype and shape as JSON."""
         return [str(self.dtype), list(self.shape)]
 
@@ -77,7 +78,7 @@ class Entry:
         return jax.eval_shape(jax.random.key_data, leaf) if is_key(self.dtype) else leaf
 
 
-def of_tree(zero: Options | None, params: Any, axes: Axes) -> Leaves:
+def of_tree(zero: Options | None, params: PyTree, axes: Axes) -> Leaves:
     """The leaves of a tree of parameters, with their layouts."""
     return leaves_of(params, 1, None) if zero is None else param_leaves(zero, params, axes.n)
 
@@ -116,8 +117,10 @@ def check_names(call: str, entries: Sequence[Entry]) -> None:
         seen.add(e.name)
 
 
-def saved(zero: Options | None, axes: Axes, params: Any, opt_state: Any, inner: Any) -> tuple[list[Entry], list[Any]]:
-    """What is to be saved: the entries, and the stored array of each.
+def saved(
+    zero: Options | None, axes: Axes, params: PyTree, opt_state: PyTree, inner: optax.GradientTransformation | None
+) -> tuple[list[Entry], list[ArrayLike]]:
+    """The entries to save, and the stored array of each.
 
     Raises:
       ValueError: By leaf path, for arrays that are not stored as `zero` stores them.
@@ -146,8 +149,8 @@ def saved(zero: Options | None, axes: Axes, params: Any, opt_state: Any, inner: 
     return entries, [unwrap(x) for x in [*arrays, *stored]]
 
 
-def _check_array(call: str, path: Any, x: Any) -> None:
-    """Refuses what holds no numbers now."""
+def _check_array(call: str, path: Path, x: object) -> None:
+    """Refuses tracers, deleted arrays, and values that are no arrays."""
     if isinstance(x, jax.core.Tracer):
         found, fix = "is being traced: the call stands inside jit", "call it outside"
     elif isinstance(x, jax.Array) and x.is_deleted():
@@ -159,8 +162,8 @@ def _check_array(call: str, path: Any, x: Any) -> None:
     raise ValueError(f"{call}: leaf {path_text(path)!r} {found}. Expected an array. Fix: {fix}.")
 
 
-def _unboxed(opt_state: Any) -> Any:
-    """The state without the boxes that `nnx.Optimizer` puts around what belongs to no parameter (step counts)."""
+def _unboxed(opt_state: PyTree) -> PyTree:
+    """The state without the boxes that `nnx.Optimizer` puts around leaves of no parameter (step counts)."""
     nnx = sys.modules.get("flax.nnx")
     if nnx is None:
         return opt_state
@@ -168,10 +171,10 @@ def _unboxed(opt_state: Any) -> Any:
     return jax.tree.map(lambda x: jax.tree.leaves(x)[0] if boxed(x) else x, opt_state, is_leaf=boxed)
 
 
-def _by_inner(opt_state: Any, leaves: Leaves, axes: Axes, inner: Any) -> list[StateLeaf]:
+def _by_inner(opt_state: PyTree, leaves: Leaves, axes: Axes, inner: optax.GradientTransformation) -> list[StateLeaf]:
     """The leaves of the state as the inner optimizer makes it."""
     checks.inner_optimizer(inner, ShardedOptimizer, "save")
-    if "flax.nnx" in sys.modules:  # `nnx.Optimizer` has boxes of its own kinds around the same leaves
+    if "flax.nnx" in sys.modules:  # `nnx.Optimizer` boxes the same leaves in types of its own
         made = trace.trace_init(inner, leaves, axes).out
         names = lambda tree: [path_text(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
         if names(made) == names(opt_state):
@@ -179,8 +182,8 @@ def _by_inner(opt_state: Any, leaves: Leaves, axes: Axes, inner: Any) -> list[St
     return state_leaves(trace.logical_state(inner, leaves, opt_state, axes), leaves.leaves, axes.n)
 
 
-def _by_params(opt_state: Any, leaves: Leaves, axes: Axes) -> list[StateLeaf]:
-    """The leaves of the state as far as parameters and stored shapes tell.
+def _by_params(opt_state: PyTree, leaves: Leaves, axes: Axes) -> list[StateLeaf]:
+    """The leaves of the state, their logical shapes inferred from parameters and stored shapes.
 
     Raises:
       ValueError: For a leaf that may be padded and is not stored like its parameter.
@@ -200,8 +203,8 @@ def _by_params(opt_state: Any, leaves: Leaves, axes: Axes) -> list[StateLeaf]:
     return out
 
 
-def _check_cut(path: Any, x: Any, shape: Shape, like: Leaf | None, axes: Axes) -> None:
-    """Refuses a vector that is cut over devices, perhaps padded, and not stored like its parameter."""
+def _check_cut(path: Path, x: PyTree, shape: Shape, like: Leaf | None, axes: Axes) -> None:
+    """Refuses a vector that is split over devices (so perhaps padded) and not stored like its parameter."""
     sharding = getattr(x, "sharding", None)
     if len(shape) != 1 or not isinstance(sharding, NamedSharding) or not any(sharding.spec):
         return
@@ -220,8 +223,10 @@ def _check_cut(path: Any, x: Any, shape: Shape, like: Leaf | None, axes: Axes) -
         )
 
 
-def wanted_state(inner: Any, params: Leaves, axes: Axes, found: Mapping[str, Any]) -> Any:
-    """Abstract state at logical shapes, as it was when leaves `found` were saved: it may have grown since `init`."""
+def wanted_state(
+    inner: optax.GradientTransformation, params: Leaves, axes: Axes, found: Mapping[str, list[JSON]]
+) -> PyTree:
+    """Abstract state at logical shapes that fits the saved leaves `found`; `update` may have added leaves."""
     checks.inner_optimizer(inner, ShardedOptimizer, "restore")
     entries = lambda state: of_state(None, state_leaves(state, params.leaves, axes.n))
     fitting = lambda state: sum(found.get(e.name) == e.described for e in entries(state))

@@ -1,22 +1,24 @@
-"""What a checkpoint says about itself: its leaves, layout and origin, and the check against what is asked for."""
+"""The manifest of a checkpoint (its leaves, layout and origin), and checks of it against the wanted leaves."""
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from .._types import JSON
 from .._version import __version__
 from ..sharding.axes import Axes
 from ..sharding.options import Options
 from .leaves import PARAMS, STATE, Entry
 
-#: Raised by one where older versions of jaxzero could not read what newer ones write.
+#: Increased by one whenever older versions of jaxzero cannot read what newer ones write.
 FORMAT = 1
 #: How many leaves an error names.
 _NAMED = 4
 
 
-def compose(options: Options | None, axes: Axes, step: int, entries: Sequence[Entry], extra: Any) -> dict[str, Any]:
+def compose(options: Options | None, axes: Axes, step: int, entries: Sequence[Entry], extra: JSON) -> dict[str, JSON]:
     """The manifest of a checkpoint, as JSON values."""
     return {
         "format": FORMAT,
@@ -40,8 +42,8 @@ def fingerprint(entries: Sequence[Entry]) -> str:
     return hashlib.sha256(json.dumps(cut).encode()).hexdigest()[:16]
 
 
-def check_extra(extra: Any) -> Any:
-    """`extra` as it will be read back; refuses what JSON cannot hold."""
+def check_extra(extra: JSON) -> JSON:
+    """`extra` as `restore` will return it; refuses values that JSON cannot hold."""
     try:
         _check_keys(extra)
         return json.loads(json.dumps(extra, allow_nan=False))
@@ -52,8 +54,8 @@ def check_extra(extra: Any) -> Any:
         ) from error
 
 
-def _check_keys(extra: Any) -> None:
-    """JSON would make text of other keys, which nobody finds again."""
+def _check_keys(extra: JSON) -> None:
+    """Refuses keys that are no strings: JSON would turn them into strings."""
     if isinstance(extra, dict):
         for key in extra:
             if not isinstance(key, str):
@@ -62,8 +64,8 @@ def _check_keys(extra: Any) -> None:
         _check_keys(x)
 
 
-def check_version(call: str, path: Any, manifest: Mapping[str, Any]) -> None:
-    """Refuses a checkpoint whose format is newer than this version knows."""
+def check_version(call: str, path: os.PathLike[str], manifest: Mapping[str, Any]) -> None:
+    """Refuses a checkpoint of a newer format than this version reads."""
     if manifest["format"] > FORMAT:
         raise ValueError(
             f"{call}: {path} has format {manifest['format']}, written by jaxzero {manifest['jaxzero']}. Expected "
@@ -72,9 +74,9 @@ def check_version(call: str, path: Any, manifest: Mapping[str, Any]) -> None:
 
 
 def check_leaves(
-    path: Any, manifest: Mapping[str, Any], entries: Sequence[Entry], *, params_only: bool, partial: bool
+    path: os.PathLike[str], manifest: Mapping[str, Any], entries: Sequence[Entry], *, params_only: bool, partial: bool
 ) -> None:
-    """Refuses a checkpoint that lacks a leaf, has one more, or one of another shape or dtype."""
+    """Refuses a checkpoint with a missing or unexpected leaf, or a leaf of another shape or dtype."""
     found = {k: v for k, v in manifest["leaves"].items() if not params_only or k.split("/")[0] == PARAMS}
     wanted = {e.name: e.described for e in entries}
     problems = [] if partial else [f"there is no leaf {k!r}" for k in wanted if k not in found]
@@ -87,7 +89,7 @@ def check_leaves(
             problems.append(f"leaf {k!r} has dtype {is_dtype}, expected {dtype}")
     for tree in (PARAMS, STATE):
         names = {k for k in wanted if k.split("/")[0] == tree}
-        if partial and names and not names & found.keys():  # an optimizer of another structure, not leaves that came
+        if partial and names and not names & found.keys():  # an optimizer of another structure, not added leaves
             problems.append(f"no leaf of {tree} has the name of one that was asked for, such as {min(names)!r}")
     if problems:
         more = f" (and {len(problems) - _NAMED} more)" if len(problems) > _NAMED else ""

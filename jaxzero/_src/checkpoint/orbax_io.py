@@ -1,4 +1,4 @@
-"""Orbax, which writes and reads checkpoints: asynchronously, atomically, each process its part."""
+"""Writes and reads checkpoints with Orbax: in the background, atomically, each process its part."""
 
 import contextlib
 import functools
@@ -14,30 +14,34 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from .._optional import need
-from ..jaxpr import compat
+from .._types import JSON, ArrayLike, DType
+from ..jaxpr.compat import before_exit
 from ..sharding.axes import Axes
 from ..sharding.leaves import is_key
 from ..sharding.options import Options
-from ..sharding.place import put, written
+from ..sharding.place import named_sharding, put
 from .leaves import Entry
+
+#: A folder as `etils.epath` gives it, also of a bucket. Orbax brings that package.
+EPath = Any
 
 #: Leaves are read in groups of about this many bytes, or an eighth of all where that is more.
 GROUP_BYTES = 64 * 2**20
-#: Of larger replicated arrays every replica writes a part.
+#: Every replica writes a part of replicated arrays that are larger.
 SLICE_BYTES = 1 * 2**20
 
-#: The step that was given to Orbax last.
-_under_way: Any = None
+#: The folder of the step that was given to Orbax last.
+_under_way: EPath | None = None
 
 _ARRAYS, _MANIFEST, _FILE = "arrays", "jaxzero", "manifest.json"
 
 
 def orbax() -> Any:
-    """Orbax, which is an extra."""
+    """The module `orbax.checkpoint`, which is an optional dependency."""
     return need("orbax.checkpoint", "checkpoint", "jaxzero.save and jaxzero.restore")
 
 
-def folder(directory: Any) -> Any:
+def folder(directory: str | os.PathLike[str]) -> EPath:
     """The directory as an absolute path, or as it is where it names a bucket."""
     orbax()
     from etils import epath  # Orbax brings it
@@ -51,7 +55,7 @@ def folder(directory: Any) -> Any:
         return epath.Path(directory) if "://" in str(directory) else epath.Path(directory).absolute()
     except KeyError as error:
         raise ValueError(
-            f"checkpoints: nobody knows how to reach {directory!r}. Found scheme {error}; expected a path, or a "
+            f"checkpoints: {directory!r} cannot be reached. Found scheme {error}; expected a path, or a "
             "bucket ('gs://...', 's3://...'). Fix: a path without a scheme."
         ) from error
 
@@ -60,13 +64,18 @@ def folder(directory: Any) -> Any:
 
 
 def write(
-    path: Any, manifest: Mapping[str, Any], entries: Sequence[Entry], arrays: Sequence[Any], zero: Any, axes: Axes
+    path: EPath,
+    manifest: Mapping[str, JSON],
+    entries: Sequence[Entry],
+    arrays: Sequence[ArrayLike],
+    zero: Options | None,
+    axes: Axes,
 ) -> None:
-    """Starts to write one step; returns when this process's part is on the host."""
+    """Starts writing one step; returns when this process's part is on the host."""
     ocp = orbax()
     from .padded_handler import CHUNK_BYTES
 
-    items = {e.name: _item(e, x, zero, axes) for e, x in zip(entries, arrays, strict=True) if e.written}
+    items = {e.name: _item(e, x, zero, axes) for e, x in zip(entries, arrays, strict=True) if e.has_data}
     what = {_MANIFEST: ocp.args.JsonSave(manifest)}
     if items:
         chunks = {name: ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES) for name in items}
@@ -86,20 +95,20 @@ def wait() -> None:
 
 
 def _last_wait() -> None:
-    """Completes a save that nobody waited for, where Python still lets it; else says that it was lost."""
+    """Completes an unfinished save if Python can still run threads; otherwise prints that it was lost."""
     try:
         wait()
     except ValueError as error:
         print(f"{error} If the program ended before it was written: call .wait() on the last save.", file=sys.stderr)
 
 
-def is_complete(path: Any) -> bool:
-    """Whether a step has been written to its end."""
+def is_complete(path: EPath) -> bool:
+    """Whether a step is complete."""
     return bool((path / _MANIFEST / _FILE).exists())
 
 
-def obstacle(path: Any) -> str:
-    """What stands in the way of writing a step, before anything is written; empty if nothing does."""
+def obstacle(path: EPath) -> str:
+    """The error that writing a step would raise, found before anything is written; empty if there is none."""
     if path.exists():
         return (
             f"save: step {path.name} is in {path.parent} already. Expected a new step. Fix: another directory for "
@@ -118,8 +127,8 @@ def obstacle(path: Any) -> str:
     return ""
 
 
-def _item(e: Entry, x: Any, zero: Options | None, axes: Axes) -> Any:
-    """What Orbax is given for one leaf: an array of all processes."""
+def _item(e: Entry, x: ArrayLike, zero: Options | None, axes: Axes) -> object:
+    """The value of one leaf for Orbax: an array of all processes."""
     from .padded_handler import PaddedLeaf
 
     if is_key(e.dtype):
@@ -132,17 +141,19 @@ def _item(e: Entry, x: Any, zero: Options | None, axes: Axes) -> Any:
     return x
 
 
-def _remove_unfinished(directory: Any) -> None:
-    """Removes what a killed program left behind; nothing of this one is under way."""
+def _remove_unfinished(directory: EPath) -> None:
+    """Removes the steps that a killed program left unfinished; this program is not writing any."""
+    from .orbax_compat import unfinished
+
     if jax.process_index() == 0:
-        for left in directory.glob(f"*{orbax().utils.TMP_DIR_SUFFIX}*"):
+        for left in unfinished(directory):
             left.rmtree()
 
 
 @functools.cache
 def _saver() -> Any:
     saver = orbax().AsyncCheckpointer(_handler())
-    compat.before_exit(_last_wait)
+    before_exit(_last_wait)
     return saver
 
 
@@ -161,7 +172,7 @@ def _handler() -> Any:
 
 
 @contextlib.contextmanager
-def _writing(path: Any) -> Iterator[None]:
+def _writing(path: EPath) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # whatever a storage driver raises
@@ -181,12 +192,12 @@ def _line(error: Exception) -> str:
 # --- reading ------------------------------------------------------------------------------------
 
 
-def complete_steps(directory: Any) -> list[int]:
-    """The steps in a directory that were written to their end, in order."""
+def complete_steps(directory: str | os.PathLike[str]) -> list[int]:
+    """The complete steps in a directory, in order."""
     path = folder(directory)
     try:
         os.scandir(path).close()
-    except PermissionError as error:  # else a run would start anew, as if there were nothing
+    except PermissionError as error:  # otherwise a run would start anew, as if there were no checkpoint
         raise ValueError(
             f"latest: {path} cannot be read: {error.strerror}. Expected a directory that may be listed, or none. Fix: "
             "its permissions."
@@ -197,13 +208,16 @@ def complete_steps(directory: Any) -> list[int]:
             "file in it."
         ) from error
     except OSError:
-        pass  # none there, or no local path: Orbax says
-    steps = orbax().utils.checkpoint_steps(path) if path.exists() else []
-    return sorted(step for step in steps if is_complete(path / str(step)))
+        pass  # there is none, or it is not a local path
+    if not path.exists():
+        return []
+    from .orbax_compat import steps
+
+    return sorted(step for step in steps(path) if is_complete(path / str(step)))
 
 
-def read_manifest(path: Any) -> tuple[dict[str, Any], str]:
-    """The manifest of a step, or what is wrong with it."""
+def read_manifest(path: EPath) -> tuple[dict[str, JSON], str]:
+    """The manifest of a step, and what is wrong with it: empty if nothing is."""
     try:
         found = json.loads((path / _MANIFEST / _FILE).read_text())
     except OSError as error:
@@ -216,13 +230,13 @@ def read_manifest(path: Any) -> tuple[dict[str, Any], str]:
     return (found, "") if mine else ({}, "it is not one of jaxzero's")
 
 
-def read(path: Any, zero: Options | None, entries: Sequence[Entry], axes: Axes) -> dict[str, Any]:
-    """The arrays by name, group by group so that little is held twice; keys are keys again."""
-    found: dict[str, Any] = {}
-    for group in _groups([e for e in entries if e.written]):
+def read(path: EPath, zero: Options | None, entries: Sequence[Entry], axes: Axes) -> dict[str, jax.Array]:
+    """The arrays by name, read in groups so that little is in memory twice; typed keys are typed again."""
+    found: dict[str, jax.Array] = {}
+    for group in _groups([e for e in entries if e.has_data]):
         found |= _read_group(path, zero, group, axes)
     for e in entries:
-        if not e.written:
+        if not e.has_data:
             found[e.name] = put(np.zeros(e.shape, e.dtype), _sharding(zero, e, axes))
         elif is_key(e.dtype):
             found[e.name] = jax.random.wrap_key_data(found[e.name], impl=_implementation(e.dtype))
@@ -244,7 +258,7 @@ def _groups(entries: Sequence[Entry]) -> Iterator[list[Entry]]:
         yield group
 
 
-def _read_group(path: Any, zero: Options | None, entries: Sequence[Entry], axes: Axes) -> dict[str, Any]:
+def _read_group(path: EPath, zero: Options | None, entries: Sequence[Entry], axes: Axes) -> dict[str, jax.Array]:
     ocp = orbax()
     from .padded_handler import PaddedLeaf, PaddedTarget
 
@@ -261,7 +275,7 @@ def _read_group(path: Any, zero: Options | None, entries: Sequence[Entry], axes:
         return dict(ocp.Checkpointer(_handler()).restore(path, args=ocp.args.Composite(**{_ARRAYS: what}))[_ARRAYS])
 
 
-def read_plain(path: Any, names: Sequence[str]) -> dict[str, np.ndarray]:
+def read_plain(path: EPath, names: Sequence[str]) -> dict[str, np.ndarray]:
     """Whole arrays on the host, by name; keys as their data."""
     if not names:
         return {}
@@ -273,7 +287,7 @@ def read_plain(path: Any, names: Sequence[str]) -> dict[str, np.ndarray]:
 
 
 @contextlib.contextmanager
-def _reading(call: str, path: Any) -> Iterator[None]:
+def _reading(call: str, path: EPath) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # whatever a storage driver raises
@@ -283,15 +297,15 @@ def _reading(call: str, path: Any) -> Iterator[None]:
         ) from error
 
 
-def _sharding(zero: Options | None, e: Entry, axes: Axes) -> Any:
+def _sharding(zero: Options | None, e: Entry, axes: Axes) -> NamedSharding | SingleDeviceSharding:
     if zero is None:
         return SingleDeviceSharding(jax.local_devices()[0])
     stored = e.layout.stored_shape if e.layout else e.on_disk().shape
-    return written(zero.mesh, e.spec(axes), len(stored), e.memory_kind)
+    return named_sharding(zero.mesh, e.spec(axes), len(stored), e.memory_kind)
 
 
-def _implementation(dtype: Any) -> Any:
-    """The implementation of keys of this dtype: JAX tells it of an array only, also of one that is traced."""
+def _implementation(dtype: DType) -> Any:
+    """The implementation of keys of this dtype; `jax.random.key_impl` takes arrays only, traced ones too."""
     found: list[Any] = []
     jax.eval_shape(lambda key: found.append(jax.random.key_impl(key)), jax.ShapeDtypeStruct((), dtype))
     return found[0]

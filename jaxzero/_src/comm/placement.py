@@ -25,7 +25,7 @@ def shard(options: Options, params: Any, call: str = "shard") -> Any:
     """Every leaf as it rests: replicated over the mesh, or at stage 3 cut."""
     outside(options, call)
     axes, _ = resolve_axes(options, call)
-    checks.parameters(call, options, params)
+    checks.check_params(call, options, params)
     leaves = param_leaves(options, params, axes.n)
     if not place.is_traced(params):
         processes.agree(call, options, processes.digests(params))

@@ -40,7 +40,7 @@ def init_sharded(options: Options, init_fn: Callable[..., Any], *args: Any) -> A
     with _naming_boxes(options, init_fn, args):
         born_ = lambda xs: init_fn(*jax.tree.unflatten(tree, xs))
         program = trace.trace(born_, avals, mesh=here if here.empty else sharding_axes.all_auto(options.mesh))
-    checks.parameters("init", options, program.out)
+    checks.check_params("init", options, program.out)
     leaves = param_leaves(options, program.out, axes.n)
     layouts = [leaf.layout for leaf in leaves.leaves]
     kinds = [memory_kind(options, "params", layout) for layout in layouts]
@@ -68,14 +68,14 @@ def _naming_boxes(options: Options, init_fn: Callable[..., Any], args: Any) -> I
         out = None
         with contextlib.suppress(Exception):  # it needs the mesh, or numbers
             out = trace.trace(init_fn, *args).out
-        checks.parameters("init", options, out)
+        checks.check_params("init", options, out)
         raise
 
 
 def _init_replicated(options: Options, init_fn: Callable[..., Any], args: Any) -> Any:
     with _naming_boxes(options, init_fn, args):
         out = jax.eval_shape(init_fn, *args)
-    checks.parameters("init", options, out)
+    checks.check_params("init", options, out)
     leaves = param_leaves(options, out, 1)
-    placed = leaves.unflatten([place.written(options.mesh, x.spec(None), len(x.shape)) for x in leaves.leaves])
+    placed = leaves.unflatten([place.named_sharding(options.mesh, x.spec(None), len(x.shape)) for x in leaves.leaves])
     return jax.jit(init_fn, out_shardings=placed)(*args)

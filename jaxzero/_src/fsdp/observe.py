@@ -75,7 +75,7 @@ def observe(
 ) -> tuple[Observed, Stacked]:
     """Traces the loss, abstractly, and reads the trace."""
     axes, manual = resolve_axes(options, "observe")
-    checks.parameters("observe", options, params)
+    checks.check_params("observe", options, params)
     leaves = leaves_of(
         params, axes.n, None, functools.partial(other_axes, options), shares=manual and options.stage == 3
     )

@@ -105,7 +105,7 @@ class CallSpec:
         consts: Sequence[Array],
         out_specs: PyTree,
         *,
-        told: bool = True,
+        constrain_outputs: bool = True,
     ) -> T:
         """`body(params, arrays, consts, vary)` on each device.
 
@@ -120,7 +120,7 @@ class CallSpec:
           arrays: The arrays of the batch.
           consts: Arrays that are equal on all devices.
           out_specs: Specs of the results, in the global view.
-          told: As for `open_region`.
+          constrain_outputs: As for `open_region`.
 
         Returns:
           The results of `body`.
@@ -135,7 +135,15 @@ class CallSpec:
         if self.manual:
             return local(params, arrays, consts)
         in_specs = (self.param_specs, self.batch_specs, PartitionSpec())
-        run = open_region(self.options.mesh, self.axes, local, in_specs, out_specs, told=told, check_vma=False)
+        run = open_region(
+            self.options.mesh,
+            self.axes,
+            local,
+            in_specs,
+            out_specs,
+            constrain_outputs=constrain_outputs,
+            check_vma=False,
+        )
         return run(params, arrays, consts)
 
 
@@ -205,7 +213,7 @@ def compiled_per_call(
 
 def _param_leaves(call: str, params: PyTree, axes: Axes, options: Options, manual: bool) -> Leaves:
     """The leaves of the parameters; refuses such as are not stored as the stage says."""
-    checks.parameters(call, options, params)
+    checks.check_params(call, options, params)
     split = options.stage == 3
     leaves = param_leaves(options, params, axes.n, shares=split and manual)
     for leaf, x in zip(leaves.leaves, jax.tree.leaves(params, is_leaf=is_split), strict=True):

@@ -54,7 +54,7 @@ def _run(fn: Callable[..., Any], spec: CallSpec, params: Sequence[Array], arrays
         return _results([jnp.asarray(x) for x in outs], kinds, reducer, spec)
 
     out_specs = [] if spec.manual else [P(spec.batch_axes) if kind == "examples" else P() for kind in kinds]
-    outs = spec.on_devices(on_device, params, arrays, program.consts, out_specs, told=False)
+    outs = spec.on_devices(on_device, params, arrays, program.consts, out_specs, constrain_outputs=False)
     return jax.tree.unflatten(jax.tree.structure(program.out), outs)
 
 

@@ -130,7 +130,7 @@ class Calls:
     def init(self, params: PyTree) -> PyTree:
         """Optimizer state, made in its shares."""
         axes, manual = resolve_axes(self.options, "init")
-        sharding_checks.parameters("init", self.options, params)
+        sharding_checks.check_params("init", self.options, params)
         leaves, arrays = optimizer_leaves(self.options, "init", params, axes, manual and self.options.stage == 3)
         split = self._split_params("init", leaves, arrays, manual)
 
@@ -239,8 +239,9 @@ class Calls:
         """The results of a step in manual regions of the library's own; called eagerly it is compiled once."""
         options, step = self.options, cached.step
         planned = place.is_elsewhere(options.mesh) and place.is_traced(arrays)
+        place_all = place.place_traced if planned else place.place_all
         placed = [
-            place.place_all(call, options.mesh, path, xs, spec, step.axes, kinds, planned=planned)
+            place_all(call, options.mesh, path, xs, spec, step.axes, kinds)
             for path, xs, spec, kinds in zip(paths, arrays, step.in_specs, step.in_kinds, strict=True)
         ]
         return (cached.regions if place.is_traced(placed) else cached.compiled)(*placed)

@@ -1,17 +1,15 @@
-"""Shard and replica axes, the context a call runs in, and the types of values inside a manual region."""
+"""Shard and replica axes with their sizes, from the mesh or from the surrounding manual region."""
 
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType
 
+from .._types import AnyMesh, AxisNames
 from .vma import varying
-
-AxisNames = str | Sequence[str]
 
 
 def names(axis: AxisNames | None) -> tuple[str, ...]:
@@ -54,7 +52,7 @@ class Axes:
 
     @property
     def hops(self) -> tuple[str | tuple[str, ...], ...]:
-        """The shard axes as gathers and reduce-scatters take them: one hop per axis, or one for all.
+        """The shard axes in the order of hops: one hop per axis, or one for all axes.
 
         An axis of one device joins its neighbour: the compiler keeps a collective of one device.
         """
@@ -70,7 +68,7 @@ class Axes:
 
 
 def in_manual_region(call: str, shard: tuple[str, ...], replica: tuple[str, ...]) -> bool:
-    """Whether the call stands inside a user's `shard_map` over these axes; refuses half of it."""
+    """Whether the call stands inside a user's `shard_map` over these axes; refuses one over some of them only."""
     manual = set(jax.sharding.get_abstract_mesh().manual_axes)
     inside = manual.intersection(shard + replica)
     if inside and inside != set(shard + replica):
@@ -89,7 +87,7 @@ def in_manual_region(call: str, shard: tuple[str, ...], replica: tuple[str, ...]
     return bool(inside)
 
 
-def resolve(call: str, mesh: Any, shard: tuple[str, ...], replica: tuple[str, ...], manual: bool) -> Axes:
+def resolve(call: str, mesh: AnyMesh | None, shard: tuple[str, ...], replica: tuple[str, ...], manual: bool) -> Axes:
     """The axes with their sizes: from the bound axes inside a manual region, else from the mesh."""
     if manual:
         return Axes(shard, replica, tuple(lax.axis_size(a) for a in replica + shard))
@@ -101,17 +99,11 @@ def resolve(call: str, mesh: Any, shard: tuple[str, ...], replica: tuple[str, ..
     return Axes(shard, replica, tuple(mesh.shape[a] for a in replica + shard))
 
 
-def for_losses(mesh: Any, axes: Axes) -> AbstractMesh:
-    """The mesh of a loss that is traced outside any region: its constraints may name axes of the compiler's."""
+def for_losses(mesh: AnyMesh | None, axes: Axes) -> AbstractMesh:
+    """The mesh for tracing a loss outside any region: sharding constraints in it may name the other axes."""
     return AbstractMesh((), ()) if mesh is None or set(mesh.axis_names) <= set(axes.every) else all_auto(mesh)
 
 
-def all_auto(mesh: Any) -> AbstractMesh:
-    """The mesh, without its devices and with the types of its axes left to the compiler."""
+def all_auto(mesh: AnyMesh) -> AbstractMesh:
+    """The mesh without its devices, all axes of type Auto."""
     return AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
-
-
-# --- types of values inside a manual region ------------------------------------------------------
-
-
-# --- placement in the global view ----------------------------------------------------------------

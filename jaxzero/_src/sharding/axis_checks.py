@@ -1,12 +1,11 @@
-"""What is refused of a mesh and of the axes that options name, before anything is split over them."""
+"""Checks of a mesh and of the axes that options name."""
 
-from typing import Any
+from .._types import AnyMesh, AxisNames
+from .axes import names
 
-from .axes import AxisNames, names
 
-
-def check_axes(mesh: Any, shard_axis: AxisNames, replica_axis: AxisNames | None) -> None:
-    """Refuses axes that are not text, occur twice, or are not in the mesh."""
+def check_axes(mesh: AnyMesh | None, shard_axis: AxisNames, replica_axis: AxisNames | None) -> None:
+    """Refuses axes that are no strings, occur twice, or are not in the mesh."""
     shard, replica = names(shard_axis), names(replica_axis)
     for option, axes in (("shard_axis", shard), ("replica_axis", replica)):
         for axis in axes:
@@ -26,7 +25,7 @@ def check_axes(mesh: Any, shard_axis: AxisNames, replica_axis: AxisNames | None)
         )
 
 
-def check_hops(mesh: Any, shard: tuple[str, ...], hierarchical: bool | None) -> None:
+def check_hops(mesh: AnyMesh | None, shard: tuple[str, ...], hierarchical: bool | None) -> None:
     """Refuses `hierarchical` where there are no hops, and hops that would cross the slow axis last.
 
     `mesh` is a mesh, an abstract one, or `None`.
@@ -52,8 +51,8 @@ def check_hops(mesh: Any, shard: tuple[str, ...], hierarchical: bool | None) -> 
         )
 
 
-def check_types(call: str, mesh: Any) -> None:
-    """Refuses a mesh with axes of both types: Auto ones take constraints, Explicit ones reshards, and no spec both."""
+def check_types(call: str, mesh: AnyMesh) -> None:
+    """Refuses a mesh with Auto and Explicit axes: no call places an array over both."""
     types = {name: kind.name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)}
     if len({*types.values()}) > 1:
         raise ValueError(

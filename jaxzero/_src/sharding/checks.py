@@ -1,18 +1,17 @@
-"""What is refused of a tree of parameters, by leaf path, with the fix."""
-
-from typing import Any
+"""Checks of a tree of parameters; errors name the leaf and the fix."""
 
 import jax
 from jax.sharding import NamedSharding
 
 from .._text import path_text
-from . import flax_boxes
+from .._types import PyTree
+from .flax_boxes import check_boxes
 from .layout import is_split, partition_spec
 from .options import Options, other_axes
 from .place import check_placement
 
 
-def arrays(call: str, params: Any) -> None:
+def check_arrays(call: str, params: PyTree) -> None:
     """Refuses leaves that are no arrays."""
     for path, x in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_split):
         if not hasattr(x, "dtype") and not isinstance(x, (bool, int, float, complex)):
@@ -23,13 +22,13 @@ def arrays(call: str, params: Any) -> None:
             )
 
 
-def parameters(call: str, options: Options, params: Any) -> None:
-    """Refuses leaves that are no arrays, and those that axes shard, or boxes name, which are not this `Zero`'s.
+def check_params(call: str, options: Options, params: PyTree) -> None:
+    """Refuses leaves that are no arrays, and leaves sharded over axes that are not this `Zero`'s, or in such boxes.
 
-    At stages 1 and 2 these would be made whole over the other axes, without a word.
+    At stages 1 and 2 these would be made whole over the other axes silently.
     """
-    arrays(call, params)
-    flax_boxes.check(call, options, params)
+    check_arrays(call, params)
+    check_boxes(call, options, params)
     own = options.replica_axes + options.shard_axes
     for path, x in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_split):
         seen = not isinstance(x, jax.core.Tracer) and isinstance(getattr(x, "sharding", None), NamedSharding)

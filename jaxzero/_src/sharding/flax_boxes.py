@@ -8,27 +8,28 @@ from typing import Any
 import jax
 
 from .._text import path_text
+from .._types import Path, PyTree
 from .layout import is_split
 from .options import Options, other_axes
 
 
-def is_box(x: Any) -> bool:
-    """Whether `x` is a `flax.linen.Partitioned` or of a kind of it; Flax need not be there."""
+def is_box(x: object) -> bool:
+    """Whether `x` is a `flax.linen.Partitioned` or of a subclass; Flax need not be installed."""
     return hasattr(type(x), "get_partition_spec") and hasattr(type(x), "unbox")
 
 
-def opened(tree: Any) -> Any:
-    """The tree without its boxes, as a user's function gets it: Flax takes either.
+def opened(tree: PyTree) -> PyTree:
+    """The tree without its boxes, as it is passed to a user's function; Flax models take both forms.
 
-    A box constrains its value when the model reads it, and inside a manual region JAX refuses that.
+    A box adds a sharding constraint when the model reads its value, and JAX refuses that inside a manual region.
     """
     return jax.tree.map(lambda x: x.value if is_box(x) else x, tree, is_leaf=is_box)
 
 
-def check(call: str, options: Options, tree: Any) -> None:
-    """Refuses boxes that name an axis other than those of `options`, which say how a leaf is cut.
+def check_boxes(call: str, options: Options, tree: PyTree) -> None:
+    """Refuses boxes that name an axis other than those of `options`, which determine how a leaf is cut.
 
-    Of an `nnx.Variable` only axes of the mesh count: Flax itself refuses others, or takes them for logical names.
+    For an `nnx.Variable` only axes of the mesh are checked: Flax itself refuses others, or reads them as logical names.
     """
     mesh = options.mesh or jax.sharding.get_abstract_mesh()
     own = options.replica_axes + options.shard_axes
@@ -53,17 +54,17 @@ def check(call: str, options: Options, tree: Any) -> None:
             )
 
 
-def _is_annotated(x: Any) -> bool:
+def _is_annotated(x: object) -> bool:
     return is_box(x) or _is_variable(x)
 
 
-def _is_variable(x: Any) -> bool:
+def _is_variable(x: object) -> bool:
     nnx = sys.modules.get("flax.nnx")
     return nnx is not None and isinstance(x, nnx.Variable)
 
 
-def _axes(x: Any) -> list[Any]:
-    """The mesh axes that a box names; logical names become those that Flax's rules give them."""
+def _axes(x: Any) -> list[str]:
+    """The mesh axes that a box names; logical names are replaced as Flax's rules say."""
     if _is_variable(x):
         parts = sys.modules["flax.nnx"].get_partition_spec(x).get_value()
     else:
@@ -73,7 +74,7 @@ def _axes(x: Any) -> list[Any]:
     return [a for part in parts or () for a in (part if isinstance(part, tuple) else (part,)) if a is not None]
 
 
-def _kept(options: Options, path: Any, box: Any) -> Iterator[str]:
-    """The other mesh axes that `param_specs` names for what is in a box."""
+def _kept(options: Options, path: Path, box: PyTree) -> Iterator[str]:
+    """The other mesh axes that `param_specs` names for the leaves in a box."""
     for inner, leaf in jax.tree_util.tree_leaves_with_path(box, is_leaf=is_split):
         yield from (a for part in other_axes(options, (*path, *inner), leaf) for a in part)

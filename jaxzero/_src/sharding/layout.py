@@ -11,10 +11,12 @@ above 2**31 elements are fine.
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal, NoReturn
 
 import jax
 from jax.sharding import PartitionSpec
+
+from .._types import DType, PyTree
 
 Shape = tuple[int, ...]
 #: For each dimension the other mesh axes that shard it; empty where none shards any.
@@ -26,7 +28,7 @@ SMALL = 8
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """How one array is cut over `n` devices; sends nothing.
+    """How one array is cut over `n` devices: shapes only.
 
     Attributes:
       shape: The logical shape.
@@ -34,8 +36,8 @@ class Layout:
       kind: ``"rows"`` (dimension `lead` is cut, padded to a multiple of `n` where other axes forbid to ravel) or
         ``"flat"`` (the dimensions from `lead` on are ravelled, padded to a multiple of `n`, and cut).
       lead: The number of leading dimensions that are not cut.
-      name: The leaf it is for, if any: compiled programs name their collectives by it. No part of equality.
-      other_axes: The other mesh axes that shard each dimension. Shapes are those over all of them together.
+      name: The path of its leaf, if any; collectives of compiled programs carry it. Not part of equality.
+      other_axes: The other mesh axes that shard each dimension. Shapes are global over these axes.
 
     Examples:
       >>> Layout((5, 3), 4, "flat").stored_shape
@@ -106,7 +108,7 @@ class Layout:
           origin: For each of its dimensions, the one of this array that it comes from, if any.
 
         Returns:
-          Its layout. What the other axes do to it is a guess, by which only the compiler's work depends.
+          Its layout. Its other axes are a guess; a wrong one costs the compiler a reshard and changes no number.
         """
         if not self.other_axes:
             return Layout(tuple(shape), self.n, "rows", lead)
@@ -180,7 +182,7 @@ _MISUSED = (
 @jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class EvenSplit:
-    """A parameter or gradient whose stored array is padded (and mostly flat), wearing its logical shape.
+    """A parameter or gradient whose stored array is padded (and mostly flat), with its logical shape.
 
     A pytree node with one child, so `jax.tree.map`, `jit` and `shard_map` see the stored array. The
     value is the array itself, a `PartitionSpec` (see `Zero.specs`), or whatever a tree map put there.
@@ -200,11 +202,11 @@ class EvenSplit:
       EvenSplit(shape=(3, 2), stored=float32[8])
     """
 
-    value: Any
+    value: PyTree
     shape: Shape
 
     @property
-    def dtype(self) -> Any:
+    def dtype(self) -> DType:
         """The dtype of the stored array."""
         return self.value.dtype
 
@@ -223,7 +225,7 @@ class EvenSplit:
         """Bytes of the logical array, without padding."""
         return self.size * self.dtype.itemsize
 
-    def __eq__(self, other: object) -> Any:
+    def __eq__(self, other: object) -> bool:
         """Equal like a NamedTuple: the same logical shape and equal values."""
         if not isinstance(other, EvenSplit):
             return NotImplemented
@@ -232,8 +234,8 @@ class EvenSplit:
     def __hash__(self) -> int:
         return hash((self.shape, self.value))
 
-    def __array__(self, *_: Any, **__: Any) -> Any:
-        """Refuse to be read as the logical array: the stored one is flat and padded."""
+    def __array__(self, *_: object, **__: object) -> NoReturn:
+        """Refuse the use as an array: the stored one is flat and padded."""
         raise ValueError(f"{self!r} was used as an array: {_MISUSED}")
 
     __jax_array__ = __getitem__ = __float__ = __int__ = __neg__ = __abs__ = __array__
@@ -241,9 +243,9 @@ class EvenSplit:
     __radd__ = __rsub__ = __rmul__ = __rtruediv__ = __rpow__ = __rmatmul__ = __array__
     __lt__ = __le__ = __gt__ = __ge__ = __array__
 
-    def __getattr__(self, name: str) -> Any:
-        """Say what to do where a loss that was not handed to the library asks for `.T` or `.astype`."""
-        if name.startswith("__") or name in ("value", "shape"):  # copy and pickle ask before these are set
+    def __getattr__(self, name: str) -> NoReturn:
+        """Refuse attributes of arrays, such as `.T` or `.astype`, with the fix."""
+        if name.startswith("__") or name in ("value", "shape"):  # copy and pickle look these up before they are set
             raise AttributeError(name)
         raise AttributeError(f"EvenSplit of shape {self.shape} has no attribute {name!r}: {_MISUSED}")
 
@@ -253,16 +255,16 @@ class EvenSplit:
             value = f"{value.dtype.name}[{','.join(map(str, value.shape))}]"
         return f"EvenSplit(shape={self.shape}, stored={value})"
 
-    def tree_flatten_with_keys(self) -> tuple[Any, Shape]:
+    def tree_flatten_with_keys(self) -> tuple[tuple[tuple[object, PyTree]], Shape]:
         """One child, keyed `value`; the logical shape is static."""
         return ((jax.tree_util.GetAttrKey("value"), self.value),), self.shape
 
     @classmethod
-    def tree_unflatten(cls, shape: Shape, children: Any) -> "EvenSplit":
+    def tree_unflatten(cls, shape: Shape, children: Sequence[PyTree]) -> "EvenSplit":
         """The inverse of `tree_flatten_with_keys`."""
         return cls(children[0], shape)
 
 
-def is_split(x: Any) -> bool:
+def is_split(x: object) -> bool:
     """Whether `x` is an `EvenSplit` leaf; the `is_leaf` of every tree map over split trees."""
     return isinstance(x, EvenSplit)

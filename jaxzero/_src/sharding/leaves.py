@@ -1,4 +1,4 @@
-"""The tree side of the even split: which leaves are cut, and where optimizer state is cut.
+"""Layouts of the leaves of a tree: parameters, gradients and optimizer state.
 
 A state leaf has the layout of the parameter whose key path is a suffix of its own and whose shape is
 equal; any other leaf has the default for its shape. So the layout is a pure function of key paths,
@@ -7,7 +7,6 @@ shapes, the number of shares and the options.
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +14,8 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from .._text import path_text
+from .._types import DType, HasShape, Path, PyTree
 from .layout import EvenSplit, Layout, OtherAxes, Shape, default_split, even_split, is_split, partition_spec
-
-Path = tuple[Any, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +34,7 @@ class Leaf:
 
     path: Path
     shape: Shape
-    dtype: Any
+    dtype: DType
     layout: Layout | None
     skipped: bool = False
     other_axes: OtherAxes = ()
@@ -54,27 +52,27 @@ class Leaf:
         return not self.skipped and bool(jnp.issubdtype(self.dtype, jnp.inexact)) and 0 not in self.shape
 
     def spec(self, axes: tuple[str, ...] | None) -> PartitionSpec:
-        """Where it is when `axes` split it; `None`: they do not."""
+        """Its `PartitionSpec` when `axes` split it; `None`: when nothing does."""
         return spec_of(None if axes is None else self.layout, self.other_axes, axes)
 
     def trace_aval(self) -> jax.ShapeDtypeStruct:
-        """What the inner optimizer is traced with: itself; an integer for a key or a bool."""
+        """The abstract array with which the inner optimizer is traced: int32 for a key or a bool, else as it is."""
         plain = not (self.dtype == np.bool_ or is_key(self.dtype))
         return jax.ShapeDtypeStruct(self.shape, self.dtype if plain else np.int32)
 
 
 def spec_of(layout: Layout | None, other_axes: OtherAxes, axes: tuple[str, ...] | None) -> PartitionSpec:
-    """Where an array is that `axes` split as `layout` says (`None`: not at all) and other axes shard too."""
+    """The `PartitionSpec` of an array with this layout over `axes` (`None`: not split) and over other axes."""
     return partition_spec(other_axes) if layout is None or axes is None else layout.spec(axes)
 
 
-def is_key(dtype: Any) -> bool:
+def is_key(dtype: DType) -> bool:
     """Whether a dtype is that of typed PRNG keys."""
     return bool(jnp.issubdtype(dtype, jax.dtypes.prng_key))
 
 
-def shape_dtype(x: Any) -> tuple[Shape, Any]:
-    """Logical shape and dtype of a leaf as JAX takes it: Python numbers and wide NumPy arrays are legal."""
+def shape_dtype(x: PyTree) -> tuple[Shape, DType]:
+    """Logical shape and dtype of a leaf in JAX; Python numbers and 64-bit NumPy arrays are legal leaves."""
     dtype = getattr(x, "dtype", None)
     if dtype is None or isinstance(x, (np.ndarray, np.generic)) and dtype != jax.dtypes.float0:
         dtype = jnp.result_type(x)
@@ -91,27 +89,27 @@ class Leaves:
     """
 
     leaves: tuple[Leaf, ...]
-    tree: Any
+    tree: jax.tree_util.PyTreeDef
 
     def trace_avals(self) -> list[jax.ShapeDtypeStruct]:
         """Abstract arrays at logical shapes, for tracing."""
         return [leaf.trace_aval() for leaf in self.leaves]
 
-    def unflatten(self, arrays: Sequence[Any]) -> Any:
+    def unflatten(self, arrays: Sequence[PyTree]) -> PyTree:
         """A plain tree of `arrays`."""
         return jax.tree.unflatten(self.tree, arrays)
 
 
 def leading(stacked: Callable[[Path], int] | None, path: Path) -> int:
-    """How many leading dimensions of a leaf count layers; a predicate's True is one."""
+    """How many leading dimensions of a leaf count layers; True from a predicate counts as 1."""
     return 0 if stacked is None else int(stacked(path))
 
 
 def leaves_of(
-    tree: Any,
+    tree: PyTree,
     n: int,
     stacked: Callable[[Path], int] | None,
-    other_axes: Callable[[Path, Any], OtherAxes] | None = None,
+    other_axes: Callable[[Path, HasShape], OtherAxes] | None = None,
     *,
     shares: bool = False,
 ) -> Leaves:
@@ -121,7 +119,7 @@ def leaves_of(
       tree: The tree.
       n: The number of shares.
       stacked: The leaves whose leading axis counts layers.
-      other_axes: The other mesh axes that shard a leaf, of its path and itself, abstract.
+      other_axes: A function of path and abstract leaf: the other mesh axes that shard each dimension.
       shares: Whether plain arrays are this device's rows of parameters at rest (stage 3, inside a
         user's `shard_map`): then the logical shape is `n` times as long.
 
@@ -176,7 +174,7 @@ class StateLeaf:
 
     path: Path
     shape: Shape
-    dtype: Any
+    dtype: DType
     layout: Layout | None
     frozen: bool
     other_axes: OtherAxes = ()
@@ -188,11 +186,11 @@ class StateLeaf:
         return self.layout.stored_shape if self.layout else self.shape
 
     def spec(self, axes: tuple[str, ...]) -> PartitionSpec:
-        """Where it is when `axes` split it."""
+        """Its `PartitionSpec` when `axes` split it."""
         return spec_of(self.layout, self.other_axes, axes)
 
 
-def state_leaves(state: Any, params: Sequence[Leaf], n: int) -> list[StateLeaf]:
+def state_leaves(state: PyTree, params: Sequence[Leaf], n: int) -> list[StateLeaf]:
     """The leaves of abstract optimizer state at logical shapes, as `inner.init` gives it."""
     by_path = {leaf.path: leaf for leaf in params}
     out = []
@@ -208,11 +206,11 @@ def state_leaves(state: Any, params: Sequence[Leaf], n: int) -> list[StateLeaf]:
     return out
 
 
-def wrap_padded(x: Any, layout: Layout | None) -> Any:
-    """A stored parameter or gradient as users see it: flat and padded ones wear their logical shape."""
+def wrap_padded(x: PyTree, layout: Layout | None) -> PyTree:
+    """A stored parameter or gradient as users get it: a padded one in an `EvenSplit`."""
     return x if layout is None or layout.plain else EvenSplit(x, layout.shape)
 
 
-def unwrap(x: Any) -> Any:
-    """The inverse of `wear`."""
+def unwrap(x: PyTree) -> PyTree:
+    """The inverse of `wrap_padded`."""
     return x.value if is_split(x) else x

@@ -1,4 +1,4 @@
-"""The options that every part of the library reads, validated once."""
+"""The options of a `Zero`, validated once, and what they mean for one call."""
 
 import dataclasses
 import functools
@@ -11,12 +11,13 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
 from .._text import nearest
-from . import axes as sharding_axes
-from . import axis_checks, host
-from . import param_specs as sharding_param_specs
-from .axes import AxisNames
-from .layout import OtherAxes
+from .._types import AxisNames, DType, HasShape, Path, PyTree
+from .axes import Axes, in_manual_region, names, resolve
+from .axis_checks import check_axes, check_hops, check_types
+from .host import PINNED_HOST, lacking
+from .layout import Layout, OtherAxes
 from .leaves import Leaves, leaves_of
+from .param_specs import axes_of, check_spec_axes, normal
 from .scalars import is_int, python_scalar
 
 #: Measured (`benchmarks/buckets.py`): from here on joining costs more in copies than it saves in calls.
@@ -40,10 +41,10 @@ class Options:
     replica_axis: AxisNames | None = None
     hierarchical: bool | None = None
     bucket_bytes: int | None = BUCKET_BYTES
-    reduce_dtype: Any = None
+    reduce_dtype: jax.typing.DTypeLike | None = None
     predivide: float | None = None
-    stacked: Callable[[Any], int] | None = None
-    param_specs: Any = None
+    stacked: Callable[[Path], int] | None = None
+    param_specs: PyTree = None
     prefetch: int = PREFETCH
     persist_bytes: int = PERSIST_BYTES
     chunk_bytes: int | None = CHUNK_BYTES
@@ -64,97 +65,32 @@ class Options:
     def __post_init__(self) -> None:
         for name in _NUMBERS:
             object.__setattr__(self, name, python_scalar(getattr(self, name)))
-        if self.mesh is not None and not isinstance(self.mesh, (Mesh, AbstractMesh)):
-            raise ValueError(
-                f"Zero: mesh={self.mesh!r} is no mesh. Found {type(self.mesh).__name__}; expected a "
-                "jax.sharding.Mesh. Fix: jax.make_mesh((8,), ('data',)), or keyword arguments for "
-                "everything after the mesh."
-            )
-        if self.stage not in STAGES or isinstance(self.stage, bool):
-            raise ValueError(
-                f"Zero: stage={self.stage!r}. Expected one of {STAGES}. Fix: stage=1 splits optimizer "
-                "state, stage=2 gradients too, stage=3 parameters too."
-            )
-        if self.bucket_bytes is not None and not is_int(self.bucket_bytes, 1):
-            raise ValueError(
-                f"Zero: bucket_bytes={self.bucket_bytes!r}. Expected a positive int, or None for no buckets. "
-                f"Fix: for example bucket_bytes={BUCKET_BYTES}."
-            )
-        _check_count("prefetch", self.prefetch, 0, f"large gathers that may run ahead. Fix: prefetch={PREFETCH}.")
-        _check_count("persist_bytes", self.persist_bytes, 0, "bytes. Fix: persist_bytes=0 keeps nothing whole.")
-        if self.chunk_bytes is not None:
-            _check_count("chunk_bytes", self.chunk_bytes, 1, "bytes, or None. Fix: chunk_bytes=None for no chunks.")
-        self._check_regather()
-        if self.unused not in UNUSED:
-            raise ValueError(
-                f"Zero: unused={self.unused!r}. Expected one of {UNUSED}. Fix: 'zero' gives unused parameters a zero "
-                "gradient, 'skip' leaves them and their state untouched, 'error' refuses them."
-            )
-        if self.reduce_dtype is not None:
-            _check_dtype(self.reduce_dtype)
-        if self.predivide is not None:
-            _check_divisor(self.predivide)
+        _check_mesh(self.mesh)
+        _check_choices(self)
+        _check_sizes(self)
+        _check_regather(self)
+        _check_reduction(self)
         if self.stacked is not None and not callable(self.stacked):
             raise ValueError(
                 f"Zero: stacked={self.stacked!r}. Expected a predicate on key paths or None. Fix: "
                 "stacked=lambda path: 'layers' in jax.tree_util.keystr(path)."
             )
-        self._check_offload()
-        axis_checks.check_axes(self.mesh, self.shard_axis, self.replica_axis)
-        object.__setattr__(self, "param_specs", sharding_param_specs.normal(self.param_specs))
+        object.__setattr__(self, "offload", _check_offload(self))
+        check_axes(self.mesh, self.shard_axis, self.replica_axis)
+        object.__setattr__(self, "param_specs", normal(self.param_specs))
         if self.mesh is not None:
-            sharding_param_specs.check_axes(self.param_specs, self.mesh.shape, self.replica_axes + self.shard_axes)
-        axis_checks.check_hops(self.mesh, self.shard_axes, self.hierarchical)
+            check_spec_axes(self.param_specs, self.mesh.shape, self.replica_axes + self.shard_axes)
+        check_hops(self.mesh, self.shard_axes, self.hierarchical)
 
     @property
     def shard_axes(self) -> tuple[str, ...]:
         """Names of the shard axes, outer first."""
-        return sharding_axes.names(self.shard_axis)
+        return names(self.shard_axis)
 
     @property
     def replica_axes(self) -> tuple[str, ...]:
         """Names of the replica axes."""
-        return sharding_axes.names(self.replica_axis)
-
-    def _check_offload(self) -> None:
-        given: Any = self.offload
-        names = given is None or isinstance(given, (tuple, list))
-        found = tuple(given or ()) if names else ()
-        if not names or any(x not in OFFLOAD for x in found):
-            raise ValueError(
-                f"Zero: offload={given!r}. Expected a tuple of names among {OFFLOAD}: what rests in the host's "
-                "memory. Fix: offload=('state',)."
-            )
-        object.__setattr__(self, "offload", found)
-        kinds = host.lacking(self.mesh) if found else ()
-        if kinds:
-            raise ValueError(
-                f"Zero: offload={found!r}, but the devices of the mesh cannot reach the host's memory. Found memory "
-                f"kinds {sorted(kinds)}; expected {host.KIND!r} among them. Fix: drop offload on this backend."
-            )
-
-    def _check_regather(self) -> None:
-        if self.regather not in (None, "local"):
-            raise ValueError(
-                f"Zero: regather={self.regather!r}. Expected None or 'local'. Fix: regather='local' keeps a share of "
-                "each node for the backward pass."
-            )
-        if self.regather and self.stage != 3:
-            raise ValueError(
-                f"Zero: regather={self.regather!r} with stage={self.stage}. Expected stage=3, where the backward pass "
-                "gathers parameters again. Fix: drop regather."
-            )
-        if self.regather and (len(self.shard_axes) < 2 or self.hierarchical is False):
-            raise ValueError(
-                f"Zero: regather={self.regather!r} with shard_axis={self.shard_axis!r} and hierarchical="
-                f"{self.hierarchical!r}. Expected a tuple of shard axes, gathered hop by hop: the last one is inside a "
-                "node. Fix: shard_axis=('node', 'local'), or drop regather."
-            )
-        if self.regather and self.param_specs is not None:
-            raise ValueError(
-                f"Zero: regather={self.regather!r} with param_specs. Expected one of the two: a share of each node is "
-                "kept flat, which leaves of other mesh axes cannot be. Fix: drop regather."
-            )
+        return names(self.replica_axis)
 
 
 STAGES = (1, 2, 3)
@@ -164,12 +100,96 @@ OFFLOAD = ("state", "params")
 UNUSED = ("zero", "skip", "error")
 
 
-def _check_count(name: str, value: Any, least: int, what: str) -> None:
+def _check_mesh(mesh: object) -> None:
+    if mesh is not None and not isinstance(mesh, (Mesh, AbstractMesh)):
+        raise ValueError(
+            f"Zero: mesh={mesh!r} is no mesh. Found {type(mesh).__name__}; expected a "
+            "jax.sharding.Mesh. Fix: jax.make_mesh((8,), ('data',)), or keyword arguments for "
+            "everything after the mesh."
+        )
+
+
+def _check_choices(options: Options) -> None:
+    if options.stage not in STAGES or isinstance(options.stage, bool):
+        raise ValueError(
+            f"Zero: stage={options.stage!r}. Expected one of {STAGES}. Fix: stage=1 splits optimizer "
+            "state, stage=2 gradients too, stage=3 parameters too."
+        )
+    if options.unused not in UNUSED:
+        raise ValueError(
+            f"Zero: unused={options.unused!r}. Expected one of {UNUSED}. Fix: 'zero' gives unused parameters a zero "
+            "gradient, 'skip' leaves them and their state untouched, 'error' refuses them."
+        )
+
+
+def _check_sizes(options: Options) -> None:
+    size = options.bucket_bytes
+    if size is not None and not is_int(size, 1):
+        raise ValueError(
+            f"Zero: bucket_bytes={size!r}. Expected a positive int, or None for no buckets. "
+            f"Fix: for example bucket_bytes={BUCKET_BYTES}."
+        )
+    _check_count("prefetch", options.prefetch, 0, f"large gathers that may run ahead. Fix: prefetch={PREFETCH}.")
+    _check_count("persist_bytes", options.persist_bytes, 0, "bytes. Fix: persist_bytes=0 keeps nothing whole.")
+    if options.chunk_bytes is not None:
+        _check_count("chunk_bytes", options.chunk_bytes, 1, "bytes, or None. Fix: chunk_bytes=None for no chunks.")
+
+
+def _check_reduction(options: Options) -> None:
+    if options.reduce_dtype is not None:
+        _check_dtype(options.reduce_dtype)
+    if options.predivide is not None:
+        _check_divisor(options.predivide)
+
+
+def _check_offload(options: Options) -> tuple[str, ...]:
+    given: Any = options.offload
+    names = given is None or isinstance(given, (tuple, list))
+    found = tuple(given or ()) if names else ()
+    if not names or any(x not in OFFLOAD for x in found):
+        raise ValueError(
+            f"Zero: offload={given!r}. Expected a tuple of names among {OFFLOAD}: what rests in the host's "
+            "memory. Fix: offload=('state',)."
+        )
+    kinds = lacking(options.mesh) if found else ()
+    if kinds:
+        raise ValueError(
+            f"Zero: offload={found!r}, but the devices of the mesh cannot reach the host's memory. Found memory "
+            f"kinds {sorted(kinds)}; expected {PINNED_HOST!r} among them. Fix: drop offload on this backend."
+        )
+    return found
+
+
+def _check_regather(options: Options) -> None:
+    if options.regather not in (None, "local"):
+        raise ValueError(
+            f"Zero: regather={options.regather!r}. Expected None or 'local'. Fix: regather='local' keeps a share of "
+            "each node for the backward pass."
+        )
+    if options.regather and options.stage != 3:
+        raise ValueError(
+            f"Zero: regather={options.regather!r} with stage={options.stage}. Expected stage=3, where the backward "
+            "pass gathers parameters again. Fix: drop regather."
+        )
+    if options.regather and (len(options.shard_axes) < 2 or options.hierarchical is False):
+        raise ValueError(
+            f"Zero: regather={options.regather!r} with shard_axis={options.shard_axis!r} and hierarchical="
+            f"{options.hierarchical!r}. Expected a tuple of shard axes, gathered hop by hop: the last one is inside a "
+            "node. Fix: shard_axis=('node', 'local'), or drop regather."
+        )
+    if options.regather and options.param_specs is not None:
+        raise ValueError(
+            f"Zero: regather={options.regather!r} with param_specs. Expected one of the two: a share of each node is "
+            "kept flat, which leaves of other mesh axes cannot be. Fix: drop regather."
+        )
+
+
+def _check_count(name: str, value: object, least: int, what: str) -> None:
     if not is_int(value, least):
         raise ValueError(f"Zero: {name}={value!r}. Expected an int of at least {least}: {what}")
 
 
-def _check_dtype(dtype: Any) -> None:
+def _check_dtype(dtype: jax.typing.DTypeLike) -> None:
     if not is_wire_dtype(dtype):
         raise ValueError(
             f"Zero: reduce_dtype={dtype!r}. Expected a floating dtype of 16 bits or more, or None for float32 (wider "
@@ -177,13 +197,13 @@ def _check_dtype(dtype: Any) -> None:
         )
 
 
-def is_wire_dtype(dtype: Any) -> bool:
-    """Whether sums can be taken in a dtype: narrower floats than 16 bits neither promote nor hold a sum."""
+def is_wire_dtype(dtype: DType) -> bool:
+    """Whether sums can be taken in a dtype: floats of fewer than 16 bits do not promote, and overflow."""
+    if dtype is None:  # NumPy reads it as float64
+        return False
     try:
         found = jnp.dtype(dtype)
     except TypeError:
-        return False
-    if dtype is None:  # NumPy's default
         return False
     return bool(jnp.issubdtype(found, jnp.floating)) and jnp.finfo(found).bits >= 16
 
@@ -214,13 +234,13 @@ class GatherOptions:
 class ReduceOptions:
     """How gradients are summed over devices; each as in `Zero`."""
 
-    reduce_dtype: Any = None
+    reduce_dtype: jax.typing.DTypeLike | None = None
     predivide: float | None = None
     bucket_bytes: int | None = BUCKET_BYTES
 
 
-def gather_options(options: Options, axes: sharding_axes.Axes) -> GatherOptions:
-    """The options of gathers over `axes`; gathers of a single hop have no part inside a node to repeat."""
+def gather_options(options: Options, axes: Axes) -> GatherOptions:
+    """The options of gathers over `axes`; `regather` has no effect where gathers take a single hop."""
     regather = options.regather if len(axes.hops) > 1 else None
     return GatherOptions(options.prefetch, options.persist_bytes, options.chunk_bytes, regather)
 
@@ -230,12 +250,12 @@ def reduce_options(options: Options) -> ReduceOptions:
     return ReduceOptions(options.reduce_dtype, options.predivide, options.bucket_bytes)
 
 
-# --- what options say of one call -----------------------------------------------------------------
+# --- the options of one call ----------------------------------------------------------------------
 
 
-def resolve_axes(options: Options, call: str) -> tuple[sharding_axes.Axes, bool]:
+def resolve_axes(options: Options, call: str) -> tuple[Axes, bool]:
     """The axes with their sizes, and whether the call stands inside a user's `shard_map`."""
-    manual = sharding_axes.in_manual_region(call, options.shard_axes, options.replica_axes)
+    manual = in_manual_region(call, options.shard_axes, options.replica_axes)
     if manual and options.offload:
         raise ValueError(
             f"{call}: offload={options.offload!r} inside a shard_map. Found a call in a manual region, where arrays "
@@ -243,19 +263,19 @@ def resolve_axes(options: Options, call: str) -> tuple[sharding_axes.Axes, bool]
             "with jax.device_put(x, jax.memory.Space.Device) and .Host yourself."
         )
     if manual:
-        axis_checks.check_hops(jax.sharding.get_abstract_mesh(), options.shard_axes, options.hierarchical)
+        check_hops(jax.sharding.get_abstract_mesh(), options.shard_axes, options.hierarchical)
     elif options.mesh is not None:
-        axis_checks.check_types(call, options.mesh)
-    axes = sharding_axes.resolve(call, options.mesh, options.shard_axes, options.replica_axes, manual)
+        check_types(call, options.mesh)
+    axes = resolve(call, options.mesh, options.shard_axes, options.replica_axes, manual)
     return dataclasses.replace(axes, hierarchical=options.hierarchical is not False), manual
 
 
-def param_leaves(options: Options, tree: Any, n: int, *, shares: bool = False) -> Leaves:
+def param_leaves(options: Options, tree: PyTree, n: int, *, shares: bool = False) -> Leaves:
     """The leaves of a tree of parameters over `n` shares, with their layouts; `shares` as for `leaves_of`."""
     return leaves_of(tree, n, options.stacked, functools.partial(other_axes, options), shares=shares)
 
 
-def other_axes(options: Options, path: Any, leaf: Any) -> OtherAxes:
+def other_axes(options: Options, path: Path, leaf: HasShape) -> OtherAxes:
     """The other mesh axes that shard each dimension of a leaf; empty where none does."""
     if options.param_specs is None:
         return ()
@@ -263,16 +283,16 @@ def other_axes(options: Options, path: Any, leaf: Any) -> OtherAxes:
     sizes = here.shape if options.mesh is None else options.mesh.shape
     own = options.replica_axes + options.shard_axes
     typed = {*here.manual_axes, *here.explicit_axes} if here.manual_axes else ()
-    return sharding_param_specs.other_axes(options.param_specs, path, leaf, sizes, own, typed)
+    return axes_of(options.param_specs, path, leaf, sizes, own, typed)
 
 
-def memory_kind(options: Options, what: str, layout: Any) -> str | None:
-    """The memory kind at rest of a leaf of the state or the parameters; small whole ones stay on the device."""
-    return host.KIND if what in options.offload and layout is not None else None
+def memory_kind(options: Options, what: str, layout: Layout | None) -> str | None:
+    """The memory kind in which a leaf of the state or the parameters is kept; small whole ones stay on the device."""
+    return PINNED_HOST if what in options.offload and layout is not None else None
 
 
 def require_observed(options: Options, call: str) -> None:
-    """Refuses options that say what to do with unused parameters before anybody looked for them."""
+    """Refuses an option for unused parameters where no loss was observed that could show which these are."""
     if options.unused != "zero" and options.observed is None:
         raise ValueError(
             f"{call}: unused={options.unused!r}, but which parameters are unused is not known. Found no "

@@ -2,15 +2,19 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Container, Mapping, Sequence
-from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec, Sharding
 
 from .._text import path_text
+from .._types import HasShape, Path, PyTree
 from .axes import names
 from .layout import OtherAxes, Shape
+
+#: A function of the key path of a leaf and the abstract leaf.
+SpecOf = Callable[[Path, HasShape], PartitionSpec | None]
 
 _FIX = "Fix: per dimension None, or axes that are neither shard nor replica axes, e.g. PartitionSpec(None, 'model')."
 
@@ -23,13 +27,13 @@ class ParamSpecs:
       paths: Key paths of leaves, each with its spec.
     """
 
-    paths: tuple[tuple[Any, PartitionSpec], ...]
+    paths: tuple[tuple[Path, PartitionSpec], ...]
 
     @functools.cached_property
-    def _known(self) -> dict[Any, PartitionSpec]:
+    def _known(self) -> dict[Path, PartitionSpec]:
         return {_unboxed(path): spec for path, spec in self.paths}
 
-    def __call__(self, path: Any, leaf: Any) -> PartitionSpec:
+    def __call__(self, path: Path, leaf: HasShape) -> PartitionSpec:
         """The spec of one leaf."""
         found = self._known.get(_unboxed(path))
         if found is None:
@@ -42,12 +46,12 @@ class ParamSpecs:
         return found
 
 
-def _unboxed(path: Any) -> Any:
-    """The path without the last step into a box: Flax hands parameters and specs over in boxes and without them."""
+def _unboxed(path: Path) -> Path:
+    """The path without the last step into a box: Flax gives parameters and specs in boxes and without them."""
     return path[:-1] if path and path[-1] == jax.tree_util.GetAttrKey("value") else path
 
 
-def normal(given: Any) -> Callable[[Any, Any], Any] | None:
+def normal(given: PyTree) -> SpecOf | None:
     """`param_specs` as a function of (path, abstract leaf) that can be hashed."""
     if given is None or isinstance(given, ParamSpecs):
         return given
@@ -60,24 +64,24 @@ def normal(given: Any) -> Callable[[Any, Any], Any] | None:
     return ParamSpecs(tuple((path, PartitionSpec() if spec is None else spec) for path, spec in pairs))
 
 
-def _is_function(given: Any, pairs: Sequence[tuple[Any, Any]]) -> bool:
+def _is_function(given: PyTree, pairs: Sequence[tuple[Path, object]]) -> bool:
     """Whether a callable is a function of (path, leaf): a tree of specs may have a `__call__` too, as modules have."""
-    if [x for _, x in pairs if x is given]:  # no container that JAX knows
+    if any(x is given for _, x in pairs):  # not a container that JAX has registered
         return True
     return not any(x is None or isinstance(x, (PartitionSpec, Sharding)) for _, x in pairs)
 
 
-def check_axes(specs: Any, sizes: Mapping[str, int], own: tuple[str, ...]) -> None:
-    """Refuses unknown axes as soon as the mesh is known, before there are any arrays."""
+def check_spec_axes(specs: SpecOf | None, sizes: Mapping[str, int], own: tuple[str, ...]) -> None:
+    """Refuses unknown axes as soon as the mesh is known."""
     if isinstance(specs, ParamSpecs):
         for path, spec in specs.paths:
             _check_axes(path, spec, sizes, own)
 
 
-def other_axes(
-    specs: Callable[[Any, Any], Any],
-    path: Any,
-    leaf: jax.ShapeDtypeStruct,
+def axes_of(
+    specs: SpecOf,
+    path: Path,
+    leaf: HasShape,
     sizes: Mapping[str, int],
     own: tuple[str, ...],
     typed: Container[str] = (),
@@ -103,14 +107,14 @@ def other_axes(
     return tuple(parts) if any(parts) else ()
 
 
-def _check_kind(path: Any, spec: Any) -> None:
+def _check_kind(path: Path, spec: object) -> None:
     if spec is not None and not isinstance(spec, PartitionSpec):
         raise ValueError(
             f"Zero: param_specs: leaf {path_text(path)!r} is a {type(spec).__name__}. Expected a PartitionSpec. {_FIX}"
         )
 
 
-def _check_axes(path: Any, spec: PartitionSpec, sizes: Mapping[str, int], own: tuple[str, ...]) -> None:
+def _check_axes(path: Path, spec: PartitionSpec, sizes: Mapping[str, int], own: tuple[str, ...]) -> None:
     axes = [a for part in spec for a in names(part)]
     if unknown := [a for a in axes if a not in sizes]:
         raise ValueError(
@@ -129,16 +133,16 @@ def _check_axes(path: Any, spec: PartitionSpec, sizes: Mapping[str, int], own: t
         )
 
 
-def _check_shape(path: Any, spec: PartitionSpec, parts: Any, shape: Shape, sizes: Mapping[str, int]) -> None:
+def _check_shape(
+    path: Path, spec: PartitionSpec, parts: Sequence[tuple[str, ...]], shape: Shape, sizes: Mapping[str, int]
+) -> None:
     if len(parts) > len(shape):
         raise ValueError(
             f"Zero: param_specs: leaf {path_text(path)!r} of shape {shape} has {spec}. Found {len(spec)} entries; "
             f"expected at most {len(shape)}, one per dimension. {_FIX}"
         )
     for d, axes in enumerate(parts):
-        count = 1
-        for a in axes:
-            count *= sizes[a]
+        count = math.prod(sizes[a] for a in axes)
         if shape[d] % count:
             raise ValueError(
                 f"Zero: param_specs: leaf {path_text(path)!r} of shape {shape} has {spec}. Found dimension {d} of "
@@ -147,7 +151,7 @@ def _check_shape(path: Any, spec: PartitionSpec, parts: Any, shape: Shape, sizes
             )
 
 
-def _check_auto(path: Any, spec: PartitionSpec, typed: Container[str]) -> None:
+def _check_auto(path: Path, spec: PartitionSpec, typed: Container[str]) -> None:
     if found := [a for part in spec for a in names(part) if a in typed]:
         raise ValueError(
             f"Zero: param_specs: leaf {path_text(path)!r} has {spec}, and inside this shard_map axis {found[0]!r} is "

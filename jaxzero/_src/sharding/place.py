@@ -1,42 +1,46 @@
-"""Putting arrays in their place in the global view, and checking the place that they have."""
+"""Placing arrays on the mesh in the global view, and checking where they are."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec, Sharding
 
 from .._text import path_text
+from .._types import AnyMesh, ArrayLike, DType, Path, PyTree
 from .axes import Axes, names
-from .layout import partition_spec
+from .layout import Shape, partition_spec
 
 
-def is_traced(tree: Any) -> bool:
+def is_traced(tree: PyTree) -> bool:
     """Whether a leaf of `tree` is being traced (under `jit`, `grad`, `vmap`, ...)."""
     return any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(tree))
 
 
+#: A memory kind for each array; `None`: the device's memory for all.
 Kinds = Sequence[str | None] | None
+#: A spec for each array, or one for all.
+Specs = Sequence[PartitionSpec] | PartitionSpec
 
 
 def abstract(
-    mesh: Any, shapes: Sequence[tuple[Any, Any]], specs: Any, kinds: Kinds = None
+    mesh: AnyMesh, shapes: Sequence[tuple[Shape, DType]], specs: Specs, kinds: Kinds = None
 ) -> list[jax.ShapeDtypeStruct]:
     """Abstract arrays of the given shapes and dtypes, each placed by its spec (or all by one)."""
     specs = [specs] * len(shapes) if isinstance(specs, PartitionSpec) else specs
     kinds = [None] * len(shapes) if kinds is None else kinds
     return [
-        jax.ShapeDtypeStruct(shape, dtype, sharding=written(mesh, spec, len(shape), kind))
+        jax.ShapeDtypeStruct(shape, dtype, sharding=named_sharding(mesh, spec, len(shape), kind))
         for (shape, dtype), spec, kind in zip(shapes, specs, kinds, strict=True)
     ]
 
 
-def written(mesh: Any, spec: PartitionSpec, ndim: int, kind: str | None = None) -> NamedSharding:
-    """The placement of an array by its spec, written as JAX writes those of results: one program serves both.
+def named_sharding(mesh: AnyMesh, spec: PartitionSpec, ndim: int, kind: str | None = None) -> NamedSharding:
+    """The sharding of an array of `ndim` dimensions, equal to the one that JAX gives to results with this spec.
 
-    Of an Explicit mesh it writes an entry for each dimension, of an Auto one no axis of a single device.
+    So arguments and results have equal shardings and one compiled program serves both. On an Explicit mesh the spec
+    has an entry for each dimension; on an Auto mesh it names no axis of a single device.
     """
     if AxisType.Explicit in mesh.axis_types:
         spec = PartitionSpec(*spec, *[None] * (ndim - len(spec)))
@@ -45,19 +49,20 @@ def written(mesh: Any, spec: PartitionSpec, ndim: int, kind: str | None = None) 
     return NamedSharding(mesh, spec, memory_kind=kind)
 
 
-def put(x: Any, target: Any) -> jax.Array:
-    """`x` placed, also on devices of other processes: every process then has the same value and places its part.
+def put(x: ArrayLike, target: Sharding) -> jax.Array:
+    """`x` placed as `target`. Over several processes each places its part; all must have the same value.
 
-    `jax.device_put` would send the whole of it to all devices, to compare.
+    `jax.device_put` would send all of `x` to every device to compare the values.
     """
     if target.is_fully_addressable:
         return jax.device_put(x, target)
     if isinstance(x, jax.Array) and not x.is_fully_addressable:
         return x if x.sharding == target else jax.jit(lambda x: x, out_shardings=target)(x)
+    assert isinstance(target, NamedSharding)
     dtype = jnp.result_type(x)
     if jnp.issubdtype(dtype, jax.dtypes.prng_key):
         data = jax.random.key_data(x)
-        spec = [*target.spec, *[None] * (x.ndim - len(target.spec)), None]
+        spec = [*target.spec, *[None] * (data.ndim - len(target.spec))]
         sharding = NamedSharding(target.mesh, PartitionSpec(*spec), memory_kind=target.memory_kind)
         return jax.random.wrap_key_data(put(data, sharding), impl=jax.random.key_impl(x))
     host = np.asarray(x).astype(dtype, copy=False)
@@ -66,57 +71,81 @@ def put(x: Any, target: Any) -> jax.Array:
 
 def place_all(
     call: str,
-    mesh: Any,
-    paths: Sequence[Any] | None,
-    arrays: Any,
-    specs: Any,
+    mesh: AnyMesh,
+    paths: Sequence[Path] | None,
+    arrays: Sequence[ArrayLike],
+    specs: Specs,
     axes: Axes,
     kinds: Kinds = None,
-    *,
-    planned: bool = False,
-) -> list[Any]:
-    """A flat list of arrays, each placed by its spec (or all by one) and in its memory kind.
+) -> list[jax.Array]:
+    """A flat list of arrays, each placed by its spec (or all by one) and in its memory kind."""
+    rows = _rows(paths, arrays, specs, kinds)
+    return [place(call, mesh, path, x, spec, axes.every, kind) for path, x, spec, kind in rows]
 
-    Of a program that is `planned` for a mesh elsewhere constants have no place, and stay as they are.
-    """
-    paths = [()] * len(arrays) if paths is None else paths
-    specs = [specs] * len(arrays) if isinstance(specs, PartitionSpec) else specs
-    kinds = [None] * len(arrays) if kinds is None else kinds
-    rows = zip(paths, arrays, specs, kinds, strict=True)
+
+def place_traced(
+    call: str,
+    mesh: AnyMesh,
+    paths: Sequence[Path] | None,
+    arrays: Sequence[ArrayLike],
+    specs: Specs,
+    axes: Axes,
+    kinds: Kinds = None,
+) -> list[ArrayLike]:
+    """As `place_all` for the traced arrays; constants are kept as they are, for a mesh that can hold no arrays."""
     return [
-        x if planned and not isinstance(x, jax.core.Tracer) else place(call, mesh, path, x, spec, axes.every, kind)
-        for path, x, spec, kind in rows
+        place(call, mesh, path, x, spec, axes.every, kind) if isinstance(x, jax.core.Tracer) else x
+        for path, x, spec, kind in _rows(paths, arrays, specs, kinds)
     ]
 
 
+def _rows(
+    paths: Sequence[Path] | None, arrays: Sequence[ArrayLike], specs: Specs, kinds: Kinds
+) -> Iterator[tuple[Path, ArrayLike, PartitionSpec, str | None]]:
+    """Path, array, spec and memory kind of each array."""
+    return zip(
+        [()] * len(arrays) if paths is None else paths,
+        arrays,
+        [specs] * len(arrays) if isinstance(specs, PartitionSpec) else specs,
+        [None] * len(arrays) if kinds is None else kinds,
+        strict=True,
+    )
+
+
 def place(
-    call: str, mesh: Any, path: Any, x: Any, spec: PartitionSpec, own: Sequence[str], kind: str | None = None
-) -> Any:
+    call: str,
+    mesh: AnyMesh,
+    path: Path,
+    x: ArrayLike,
+    spec: PartitionSpec,
+    own: Sequence[str],
+    kind: str | None = None,
+) -> jax.Array:
     """`x` placed as `spec` on the mesh, in memory `kind`; refuses a leaf that axes beside `own` and `spec` shard.
 
-    Concrete arrays are moved; traced ones, in their own memory, are resharded on an Explicit mesh, and on an Auto one
-    by the compiler.
+    Concrete arrays are moved. Traced ones stay in their memory kind; they are resharded here on an Explicit mesh, by
+    the compiler on an Auto one.
     """
     check_placement(call, mesh, path, x, own, spec)
     ndim = np.ndim(x)
     if not isinstance(x, jax.core.Tracer):
         check_devices(call, mesh)
-        return put(x, written(mesh, spec, ndim, kind))
-    here, target = jax.typeof(x).sharding, written(mesh, spec, ndim)
+        return put(x, named_sharding(mesh, spec, ndim, kind))
+    here, target = jax.typeof(x).sharding, named_sharding(mesh, spec, ndim)
     if AxisType.Explicit in mesh.axis_types and (here.mesh.empty or here.spec != target.spec):
         return jax.reshard(x, target)
     return x
 
 
-def is_elsewhere(mesh: Any) -> bool:
-    """Whether a mesh holds no arrays: it is abstract, or of a machine that is not here (`topology`)."""
+def is_elsewhere(mesh: AnyMesh) -> bool:
+    """Whether a mesh can hold no arrays: it is abstract, or of a machine that is not here (`topology`)."""
     if isinstance(mesh, AbstractMesh):
         return True
     return bool(mesh.local_devices) and not mesh.local_devices[0].addressable_memories()
 
 
-def check_devices(call: str, mesh: Any) -> None:
-    """Refuses a mesh that serves for plans, programs and abstract arrays alone."""
+def check_devices(call: str, mesh: AnyMesh) -> None:
+    """Refuses a mesh that can hold no arrays."""
     if is_elsewhere(mesh):
         raise ValueError(
             f"{call}: the mesh of this Zero holds no arrays: it is abstract, or of a machine that is not here. Found "
@@ -125,8 +154,10 @@ def check_devices(call: str, mesh: Any) -> None:
         )
 
 
-def check_placement(call: str, mesh: Any, path: Any, x: Any, own: Sequence[str], spec: PartitionSpec) -> None:
-    """Refuses an array that axes beside `own` and `spec` shard: it would be made whole over them."""
+def check_placement(
+    call: str, mesh: AnyMesh, path: Path, x: ArrayLike, own: Sequence[str], spec: PartitionSpec
+) -> None:
+    """Refuses an array that axes other than those of `own` and `spec` shard: it would be made whole over them."""
     found = getattr(jax.typeof(x) if isinstance(x, jax.core.Tracer) else x, "sharding", None)
     known = {*own, *used(spec), PartitionSpec.UNCONSTRAINED}
     if isinstance(found, NamedSharding) and (others := used(found.spec) - known):
@@ -139,6 +170,6 @@ def check_placement(call: str, mesh: Any, path: Any, x: Any, own: Sequence[str],
         )
 
 
-def used(spec: PartitionSpec) -> set[Any]:
+def used(spec: PartitionSpec) -> set[str]:
     """The axes that a spec names."""
     return {a for part in spec for a in names(part if part else None)}

@@ -1,10 +1,9 @@
-"""Many processes: what they must agree on before they do something together."""
+"""Checks that all processes agree before a collective call."""
 
 import dataclasses
 import json
 import zlib
 from collections.abc import Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,15 +11,16 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from .._text import path_text
+from .._types import PyTree
 from .options import Options
 from .param_specs import ParamSpecs
 
-#: Options that are functions or what tracing found: their effect on the layout is compared instead.
+#: Options that are functions or results of tracing: their effect on the layout is compared instead.
 _NOT_COMPARED = ("mesh", "stacked", "observed")
 
 
 def _settings(options: Options) -> dict[str, str]:
-    """The options as text, the same on every process that was given the same ones."""
+    """The options as text, equal on processes whose options are equal."""
     fields = {f.name: getattr(options, f.name) for f in dataclasses.fields(Options) if f.name not in _NOT_COMPARED}
     if not isinstance(options.param_specs, ParamSpecs | None):
         del fields["param_specs"]
@@ -32,14 +32,14 @@ def _settings(options: Options) -> dict[str, str]:
     return found
 
 
-def agree(call: str, options: Options | None, facts: Mapping[str, Any], problem: str = "") -> None:
-    """Refuses to go on where processes differ, on all of them, by name. All processes must call it.
+def agree(call: str, options: Options | None, facts: Mapping[str, object], problem: str = "") -> None:
+    """Raises on all processes where they differ. Every process must call it.
 
     Args:
-      call: The call that is about to do something together.
+      call: The name of the call, for the error.
       options: The options that must be equal.
-      facts: What must be equal; values are compared as text.
-      problem: What stands in this process's way; raised on every process.
+      facts: Further values that must be equal, by name; they are compared as text.
+      problem: The error of this process, if it has one; it is raised on every process.
 
     Raises:
       ValueError: Naming the first difference and the processes.
@@ -50,22 +50,23 @@ def agree(call: str, options: Options | None, facts: Mapping[str, Any], problem:
         return
     facts = {**(_settings(options) if options is not None else {}), **facts}
     mine = {"call": call, **{k: str(v) for k, v in facts.items()}, "problem": problem}
-    told = _exchange(json.dumps(mine).encode())
-    for process, theirs in enumerate(told):
-        for name in told[0]:
-            if name != "problem" and theirs.get(name) != told[0][name]:
+    per_process = _exchange(json.dumps(mine).encode())
+    first, count = per_process[0], len(per_process)
+    for process, theirs in enumerate(per_process):
+        for name in first:
+            if name != "problem" and theirs.get(name) != first[name]:
                 raise ValueError(
-                    f"{call}: processes disagree on {name}. Found {told[0][name]} on process 0 and {theirs.get(name)} "
-                    f"on process {process}; expected the same on all {len(told)}. Fix: start every process with the "
+                    f"{call}: processes disagree on {name}. Found {first[name]} on process 0 and {theirs.get(name)} "
+                    f"on process {process}; expected the same on all {count}. Fix: start every process with the "
                     "same program and options."
                 )
-    for process, theirs in enumerate(told):
+    for process, theirs in enumerate(per_process):
         if theirs["problem"]:
-            raise ValueError(f"{theirs['problem']} (process {process} of {len(told)})")
+            raise ValueError(f"{theirs['problem']} (process {process} of {count})")
 
 
-def _exchange(mine: bytes) -> list[Any]:
-    """What each process tells, in the order of processes."""
+def _exchange(mine: bytes) -> list[dict[str, str]]:
+    """The JSON value of each process, in the order of processes; `mine` is the encoded one of this process."""
     lengths = np.asarray(multihost_utils.process_allgather(np.int32(len(mine))))
     room = np.zeros(lengths.max(), np.uint8)
     room[: len(mine)] = np.frombuffer(mine, np.uint8)
@@ -73,8 +74,8 @@ def _exchange(mine: bytes) -> list[Any]:
     return [json.loads(row[:length].tobytes()) for row, length in zip(rows, lengths, strict=True)]
 
 
-def digests(tree: Any) -> dict[str, str]:
-    """Of each leaf that a process has for itself, a digest: other processes must have the same value."""
+def digests(tree: PyTree) -> dict[str, str]:
+    """A digest of each leaf that is local to this process; all processes must have the same value there."""
     if jax.process_count() == 1:
         return {}
     found = {}
@@ -89,7 +90,7 @@ def digests(tree: Any) -> dict[str, str]:
 
 
 def broadcast(value: int) -> int:
-    """Process 0's value, on every process."""
+    """The value of process 0, on every process."""
     if jax.process_count() == 1:
         return value
     return int(multihost_utils.broadcast_one_to_all(np.int32(value)))

@@ -1,26 +1,27 @@
 """Over which manual axes a value may vary: reading, casting and matching these types."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from .._types import ArrayLike, T
 
-def varying(x: Any) -> frozenset[str]:
+
+def varying(x: ArrayLike) -> frozenset[str]:
     """The manual axes over which `x` may differ between devices."""
     return jax.typeof(x).manual_axis_type.varying
 
 
-def cast(x: Any, axes: Iterable[str]) -> Any:
+def cast(x: T, axes: Iterable[str]) -> T:
     """`x` typed as varying over `axes` too; sends nothing."""
     need = tuple(sorted(set(axes) - varying(x)))
     return lax.pcast(x, need, to="varying") if need else x
 
 
-def match(values: Sequence[Any]) -> list[Any]:
+def match(values: Sequence[T]) -> list[T]:
     """All values typed as varying over the union of their axes: a primitive bound by hand needs it."""
     types = [varying(x) for x in values]
     union = frozenset().union(*types)
