@@ -3,7 +3,6 @@
 import helpers
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax import lax
 from jax.sharding import AbstractMesh, NamedSharding
@@ -280,9 +279,9 @@ def test_memory_is_what_xla_says(mesh8):
     memory = zero.memory(compiled)
     share = 64 * 64 * 4 // 8
     assert (memory.arguments, memory.outputs, memory.aliased) == (share, share, share)
+    assert memory.temporaries == compiled.memory_analysis().temp_size_in_bytes
     assert memory.total == share + memory.temporaries
     assert str(memory).splitlines()[1].split() == ["arguments", "2.048", "kB"]
-    assert np.isfinite(memory.total)
 
 
 @pytest.mark.parametrize("wrong", [3, jax.jit(lambda x: x), jax.jit(lambda x: x).lower(1.0)])

@@ -124,7 +124,9 @@ def test_a_program_elsewhere_takes_arrays_beside_traced_values():
     tx = zero.optimizer(optax.GradientTransformationExtraArgs(lambda p: optax.EmptyState(), update))
     params, scale = {"w": jax.ShapeDtypeStruct((16, 4), jnp.float32)}, jnp.float32(2)
     step = lambda p, s, v: zero.apply(tx, p, s, p, value=v, scale=scale)
-    jax.jit(step).lower(params, tx.init(params), jax.ShapeDtypeStruct((), jnp.float32))
+    lowered = jax.jit(step).lower(params, tx.init(params), jax.ShapeDtypeStruct((), jnp.float32))
+    after, _ = lowered.out_info
+    assert (after["w"].shape, after["w"].dtype) == ((16, 4), jnp.float32)
 
 
 def test_totals_of_all_stages_are_those_of_their_own_plans(mesh8):
@@ -158,7 +160,7 @@ def test_what_rests_on_the_host(mesh8, stage, offload):
     assert (plan.at_rest[0].host, without.at_rest[stage].host) == (0, 0)
     abstract = jaxzero.Zero(AbstractMesh((8,), ("data",)), stage=stage, offload=offload)
     assert abstract.plan(params, inner).at_rest == plan.at_rest
-    (line,) = [line for line in str(plan).splitlines() if line.startswith(" of it on the host")]
+    (line,) = [line for line in str(plan).splitlines() if line.startswith("of it on the host")]
     assert _text.size_text(row.host) in line
     assert "on the host" in repr(plan)
     assert "host" not in f"{without} {without!r}"
