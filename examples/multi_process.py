@@ -58,11 +58,11 @@ class Options:
 def start(options: Any) -> int:
     """Start all processes of this program and wait for them; if one fails, end the others.
 
-    Ctrl-C is sent on to each of them, once; the second one ends them.
+    The first Ctrl-C is forwarded to each process; the second one ends them.
     """
     coordinator = options.coordinator or f"localhost:{free_port()}"
     same = [sys.executable, *sys.argv, "--coordinator", coordinator]
-    # each in a group of its own: else the terminal would send Ctrl-C to them too
+    # in separate process groups, so that the terminal does not send Ctrl-C to them too
     running = [subprocess.Popen([*same, "--process", str(i)], process_group=0) for i in range(options.processes)]
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
@@ -83,7 +83,7 @@ def start(options: Any) -> int:
 
 
 def wait(running: list[subprocess.Popen[bytes]]) -> None:
-    """Wait a little for each."""
+    """Wait a tenth of a second for each process."""
     for p in running:
         with contextlib.suppress(subprocess.TimeoutExpired):
             p.wait(0.1)
@@ -183,7 +183,7 @@ def main(options: Options) -> None:
     """Start the processes, or run as one of them."""
     if options.process is None:
         sys.exit(start(options))
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C: no traceback of each process
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C prints no traceback of each process
     join(options)
     train(options)
 

@@ -295,7 +295,7 @@ def memory_table(rows: dict[str, Any], title: str) -> rich.table.Table:
 
 
 class Meter:
-    """The progress bar: what is being done, for how long, and the figures once there are some."""
+    """The progress bar: the current activity, the elapsed time, and the figures after the first step."""
 
     def __init__(self, options: Options, console: rich.console.Console, begin: int) -> None:
         self.tokens = options.batch * options.length
@@ -324,7 +324,7 @@ class Meter:
         self.bar.stop()
 
     def show(self, loss: float, line: bool) -> None:
-        """One more step; also as a line of its own that stays."""
+        """Count one more step; with `line` also print a line that stays."""
         self.done += 1
         if self.done == self.begin + 1:
             self.clock = time.perf_counter()  # the first step compiles
@@ -381,7 +381,7 @@ def check(options: Options, mesh: Mesh, text: np.ndarray) -> None:
 
 
 def check_writable(option: str, folder: pathlib.Path) -> None:
-    """Make a folder, and refuses one that no file can be written to."""
+    """Make a folder; refuse it if no file can be written to it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
@@ -389,14 +389,14 @@ def check_writable(option: str, folder: pathlib.Path) -> None:
         fail(f"{option} {folder}: {error.strerror}")
 
 
-# ---- a run that stops and goes on
+# ---- a run that stops and continues
 
-#: Options that decide about the shapes, the optimizer and what the parameters mean.
+#: Options that determine the shapes, the optimizer and the meaning of the parameters.
 MODEL = ("optimizer", "dtype", "width", "layers", "length")
 
 
 def check_same_model(options: Options, vocabulary: np.ndarray, resume: bool) -> None:
-    """Write beside the checkpoints what model they are of, or refuse to go on with another one."""
+    """Write a description of the model next to the checkpoints, or refuse to continue with another model."""
     assert options.checkpoint_dir is not None
     path = options.checkpoint_dir / "model.json"
     model = {name: getattr(options, name) for name in MODEL}
@@ -404,7 +404,7 @@ def check_same_model(options: Options, vocabulary: np.ndarray, resume: bool) -> 
         if jax.process_index() == 0:
             path.write_text(json.dumps(model | {"vocabulary": vocabulary.tolist()}) + "\n")
         return
-    if not path.exists():  # restore will compare the leaves
+    if not path.exists():  # `restore` compares the leaves
         return
     before = json.loads(path.read_text())
     for name, value in model.items():
@@ -415,7 +415,7 @@ def check_same_model(options: Options, vocabulary: np.ndarray, resume: bool) -> 
 
 
 def begin_at(options: Options, vocabulary: np.ndarray) -> int | None:
-    """The step to go on from; `None` for a run that begins."""
+    """The step to continue from; `None` for a new run."""
     if options.checkpoint_dir is None:
         return None
     try:
@@ -433,7 +433,7 @@ def begin_at(options: Options, vocabulary: np.ndarray) -> int | None:
 
 
 class Stop:
-    """Whether Ctrl-C asked for the end; the second one ends the program at once."""
+    """Records Ctrl-C, which ends the program after the current step; a second Ctrl-C ends it at once."""
 
     asked = False
 
@@ -446,7 +446,7 @@ class Stop:
         print("\nstopping after this step; Ctrl-C again stops at once", file=sys.stderr, flush=True)
 
     def agreed(self) -> bool:
-        """Whether any process was asked: all stop after the same step."""
+        """Whether any process received Ctrl-C: all processes stop after the same step."""
         if jax.process_count() == 1:
             return self.asked
         return bool(multihost_utils.process_allgather(np.array(self.asked)).any())
@@ -454,7 +454,7 @@ class Stop:
 
 @contextlib.contextmanager
 def stoppable() -> Iterator[Stop]:
-    """Inside, Ctrl-C is a question that the loop answers between two steps."""
+    """A context in which Ctrl-C is only recorded; the loop reads the record between two steps."""
     stop = Stop()
     before = signal.signal(signal.SIGINT, stop)
     try:
@@ -464,16 +464,16 @@ def stoppable() -> Iterator[Stop]:
 
 
 def same_command() -> str:
-    """The command that goes on with this run."""
+    """The command that continues this run."""
     words = list(sys.argv)
-    for name in ("--process", "--coordinator"):  # what `multi_process.start` added
+    for name in ("--process", "--coordinator"):  # options that `multi_process.start` added
         if name in words:
             del words[words.index(name) : words.index(name) + 2]
     return shlex.join(["python", *words, *(["--resume"] if "--resume" not in words else [])])
 
 
 def say_stopped(options: Options, step: int) -> NoReturn:
-    """End the program, with status 130 as shells have it for Ctrl-C."""
+    """End the program with status 130, which shells use for Ctrl-C."""
     if jax.process_index() == 0:
         saved = options.checkpoint_dir is not None
         print(
@@ -537,7 +537,7 @@ def main(options: Options) -> None:
     if options.checkpoint_dir is not None and begin_at(options, vocabulary) is not None:
         try:
             params, state, begin, losses = jaxzero.restore(options.checkpoint_dir, zero, abstract, inner)
-        except ValueError as error:  # of another model, or damaged
+        except ValueError as error:  # the checkpoint is of another model, or damaged
             fail(f"--resume: {' '.join(str(error).split())}")
         console.print(f"going on from step {begin}")
     else:
