@@ -169,7 +169,7 @@ def test_the_table_has_every_parameter_that_is_read():
             key = getattr(node, "slice", None)
             if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "get" and node.args:
                 of, key = node.func.value, node.args[0]
-            if getattr(of, "attr", "") == "params" and isinstance(key, ast.Constant):
+            if getattr(of, "attr", "") == "params" and isinstance(key, ast.Constant) and isinstance(key.value, str):
                 read[key.value] = path.name
     assert {"jaxpr", "branches", "length", "axes"} - read.keys() <= {"length"}  # the search finds what is there
     assert read.keys() <= known | {"axes", "axis_name", "axis_index_groups"}, read
