@@ -378,7 +378,7 @@ class Zero(Options):
 
     # --- reports: nothing is computed or sent ---
 
-    def explain(self, inner: optax.GradientTransformation, params: PyTree) -> Report:
+    def explain(self, inner: optax.GradientTransformation, params: PyTree, **extra: Any) -> Report:
         """What the partitioner does with each equation of `inner.update`, and what it costs.
 
         Traces only: nothing is computed or sent. Gradients are taken as split, as `value_and_grad` gives
@@ -388,9 +388,14 @@ class Zero(Options):
         Args:
           inner: The optimizer, not wrapped.
           params: Parameters, concrete or abstract.
+          **extra: What `inner.update` takes beside gradients, state and parameters, by name: `value`, `grad`,
+            `value_fn`. Arrays may be abstract.
 
         Returns:
           A `Report`; `print` it.
+
+        Raises:
+          ValueError: For an extra argument that `inner.update` needs and does not get.
 
         Examples:
           >>> import jax, jax.numpy as jnp, optax, jaxzero
@@ -399,7 +404,7 @@ class Zero(Options):
           >>> len(report.crossings)
           0
         """
-        return explain(self, inner, params)
+        return explain(self, inner, params, extra)
 
     def plan(
         self,

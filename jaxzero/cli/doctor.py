@@ -28,7 +28,8 @@ PATIENCE = 120
 _DEVICES = """\
 import collections, jax
 kinds = collections.Counter((d.platform, d.device_kind) for d in jax.devices())
-print(", ".join(f"{n} x {kind} ({platform})" for (platform, kind), n in kinds.items()))
+alone = "; with one device nothing is split" if sum(kinds.values()) == 1 else ""
+print(", ".join(f"{n} x {kind} ({platform})" for (platform, kind), n in kinds.items()) + alone)
 """
 
 

@@ -1,9 +1,16 @@
 """The report of what the partitioner did: what it counts, and how it reads."""
 
+import re
+
+import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
+import optax.contrib
+import pytest
 from on_shares import evaluate
 
+import jaxzero
 from jaxzero._src.analysis.explain import Report
 from jaxzero._src.sharding.layout import Layout
 
@@ -43,3 +50,44 @@ def test_what_is_alike_is_one_line():
 def test_a_value_crosses_once_however_many_want_it():
     found = report(lambda x: (jnp.sort(x), jnp.flip(x), jnp.cumsum(x)), (16,))
     assert [c.primitive for c in found.crossings] == ["sort"]
+
+
+def test_optimizers_that_need_more_than_gradients(mesh8):
+    """Without what they need: one line that names it. With it: what the update does, value functions included."""
+    zero = jaxzero.Zero(mesh8, stage=3)
+    params = {"w": jnp.arange(64.0).reshape(16, 4), "b": jnp.ones(5)}
+    loss = lambda p: jnp.sum(p["w"] ** 2) + jnp.sum(p["b"] ** 4)
+    value, grad = jax.value_and_grad(loss)(params)
+    given = {"value": value, "grad": grad, "value_fn": loss}
+    cases = {
+        "value, grad.* and .*value_fn": (optax.lbfgs(), ("value", "grad", "value_fn")),
+        "argument: 'value'": (optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau()), ("value",)),
+        "'value'": (optax.polyak_sgd(), ("value",)),
+        "obj_fn must be provided": (optax.contrib.sophia(0.1), ("obj_fn",)),
+    }
+    for message, (inner, needed) in cases.items():
+        with pytest.raises(ValueError, match=message.replace(", grad", "', 'grad")) as error:
+            zero.explain(inner, params)
+        assert str(error.value).startswith("explain: the update of this optimizer needs more than gradients")
+        assert "\n" not in str(error.value)
+        extra = {name: given.get(name, loss) for name in needed}
+        report = zero.explain(inner, params, **extra)
+        abstract = {k: x if callable(x) else jax.eval_shape(lambda x: x, x) for k, x in extra.items()}
+        assert zero.explain(inner, params, **abstract).crossings == report.crossings
+        plan = zero.plan(params, inner)
+        (note,) = [note for note in plan.notes if note.startswith("what the update of the optimizer sends is missing")]
+        assert re.search(message.replace(", grad", "', 'grad"), note)
+        assert "missing" in note
+    reductions = zero.explain(optax.lbfgs(), params, **given).reductions
+    assert len(reductions) > 10  # dot products of the memory and of the line search
+    assert len(zero.explain(optax.sgd(0.1), params).reductions) == 0
+
+
+def test_the_plan_of_an_optimizer_that_needs_more_counts_its_state(mesh8):
+    params = {"w": jax.ShapeDtypeStruct((16, 4), jnp.float32)}
+    zero = jaxzero.Zero(mesh8)
+    plan = zero.plan(params, optax.lbfgs(memory_size=3, linesearch=None))
+    more = zero.plan(params, optax.lbfgs(memory_size=3))
+    # two histories of 3, two copies, all split; the line search keeps one gradient more
+    assert [leaf.state for leaf in plan.leaves] == [(2 * 3 + 2) * 64 * 4 // 8]
+    assert [leaf.state for leaf in more.leaves] == [(2 * 3 + 3) * 64 * 4 // 8]

@@ -212,3 +212,30 @@ def test_wrong_arguments(name):
     text, zero, _ = recorded("stage 2")
     with pytest.raises(ValueError, match=message):
         zero.verify(change(text), params, optax.adam(1e-3))
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_shard_axis_of_one_device_is_said_first(stage):
+    """In the first line of plan and verify; and in neither where something is split."""
+    devices = np.array(jax.devices())
+    meshes = {
+        "nothing is split: the shard axis data has one device": jax.sharding.Mesh(devices[:1], ("data",)),
+        "nothing is split: the shard axis data has one device, of a mesh with model=8": jax.sharding.Mesh(
+            devices.reshape(1, 8), ("data", "model")
+        ),
+        "": jax.sharding.Mesh(devices, ("data",)),
+    }
+    for line, mesh in meshes.items():
+        zero, inner = jaxzero.Zero(mesh, stage=stage), optax.adam(1e-3)
+        tx, params = zero.optimizer(inner), zero.shard({"w": jnp.ones((64, 64))})
+
+        def step(params, state, x, zero=zero, tx=tx):
+            _, grads = zero.value_and_grad(lambda p, x: jnp.mean((x @ p["w"]) ** 2))(params, x)
+            return zero.apply(tx, grads, state, params)
+
+        compiled = jax.jit(step, donate_argnums=(0, 1)).lower(params, tx.init(params), jnp.ones((8, 64))).compile()
+        first = str(zero.verify(compiled, params, inner)).splitlines()[0]
+        planned = " ".join(str(zero.plan(params, inner)).partition("\n\n")[0].split())
+        assert first == line or not line
+        assert planned == f"stage {stage}, {line or 'split over data=8'}"
+        assert ("nothing is split" in first) == bool(line)

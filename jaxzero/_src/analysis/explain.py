@@ -3,7 +3,7 @@
 import collections
 import dataclasses
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,6 +20,7 @@ from ..optimizer.wrapper import ShardedOptimizer, optimizer_leaves
 from ..partition.record import Communication, Record
 from ..sharding import checks as sharding_checks
 from ..sharding import place
+from ..sharding.leaves import shape_dtype
 from ..sharding.options import Options, resolve_axes
 from ..sharding.regions import open_region
 from . import hlo
@@ -131,24 +132,26 @@ def _counted(groups: Iterable[tuple[int, str, int]]) -> list[str]:
     return table((), rows, "<", indent=2).splitlines()
 
 
-def explain(options: Options, inner: Any, params: Any) -> Report:
+def explain(options: Options, inner: Any, params: Any, extra: Mapping[str, Any]) -> Report:
     """What one update with split gradients does, without running it."""
     checks.inner_optimizer(inner, ShardedOptimizer, "explain")
     axes, _ = resolve_axes(options, "explain")
     sharding_checks.check_params("explain", options, params)
     leaves, _ = optimizer_leaves(options, "explain", params, axes)
     state = optimizer_trace.trace_init(inner, leaves, axes).out
-    none = optimizer_trace.Extra({}, {}, {})
-    traced = optimizer_trace.trace_update(inner, leaves, state, leaves, none, axes, False)
-    cut = tuple(leaf.layout is not None for leaf in leaves.leaves)
-    cut_params = cut if options.stage == 3 else (False,) * len(cut)
+    more, _, others = optimizer_trace.sort_extra(inner, extra, leaves, "explain", False)
+    with optimizer_trace.naming_missing_extra("explain", "zero.explain(inner, params, value=..., grad=..., ...)"):
+        traced = optimizer_trace.trace_update(inner, leaves, state, leaves, more, axes, False)
     known = leaves.leaves
-    body = Update(options, axes, traced, known, cut, False, known, cut_params)
+    cut_params = tuple(leaf.layout is not None and options.stage == 3 for leaf in known)
+    given = (*known, *(leaf for tree in more.trees.values() for leaf in tree.leaves))
+    cut = tuple(leaf.layout is not None for leaf in given)
+    body = Update(options, axes, traced, given, cut, False, known, cut_params)
     shapes: list[Any] = [
-        [(x.layout.stored_shape if x.layout else x.shape, x.dtype) for x in known],
+        [(x.layout.stored_shape if x.layout else x.shape, x.dtype) for x in given],
         [(x.stored_shape, x.dtype) for x in traced.state],
         [(x.cut.stored_shape if c else x.shape, x.dtype) for x, c in zip(known, cut_params, strict=True)],
-        [],
+        [shape_dtype(x) for x in others],
         [(np.shape(x), jnp.result_type(x)) for x in traced.program.consts],
     ]
     arrays = [place.abstract(options.mesh, x, spec) for x, spec in zip(shapes, body.in_specs, strict=True)]

@@ -2,8 +2,9 @@
 
 import dataclasses
 import html
+import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .._optional import need
@@ -152,7 +153,12 @@ PLACES = {"host": "of it on the host", "device": "on the device"}
 def _text_of(plan: Plan, width: int | None = None) -> str:
     """The tables as plain text."""
     width = width or terminal_width()
-    parts = [f"stage {plan.stage}, {_mesh(plan)}", _leaves(plan, width), _at_rest(plan, width), _traffic(plan, width)]
+    parts = [
+        f"stage {plan.stage}, {not_split(dict(plan.mesh), plan.shard_axis) or _mesh(plan)}",
+        _leaves(plan, width),
+        _at_rest(plan, width),
+        _traffic(plan, width),
+    ]
     notes = [line for note in plan.notes for line in fold(note, width)]
     return "\n\n".join(["\n".join(fold(parts[0], width)), *parts[1:], "\n".join(notes)])
 
@@ -173,6 +179,15 @@ def _plot_of(plan: Plan, ax: Any = None) -> Any:
     ax.set_title(_mesh(plan))
     ax.legend()
     return ax
+
+
+def not_split(sizes: Mapping[str, int], shard_axis: tuple[str, ...]) -> str:
+    """A line that says so where the shard axis has one device; else empty."""
+    if math.prod(sizes[axis] for axis in shard_axis) > 1:
+        return ""
+    others = ", ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1)
+    of = f", of a mesh with {others}" if others else ""
+    return f"nothing is split: the shard axis {' x '.join(shard_axis)} has one device{of}"
 
 
 def _mesh(plan: Plan) -> str:

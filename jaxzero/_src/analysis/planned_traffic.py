@@ -18,6 +18,7 @@ from ..gradients.value_and_grad import mean_gradient
 from ..jaxpr import collectives as jaxpr_collectives
 from ..jaxpr.flat import Var
 from ..optimizer import wrapper
+from ..optimizer.trace import naming_missing_extra
 from ..sharding.axes import Axes
 from ..sharding.layout import Layout
 from ..sharding.leaves import Leaf, Leaves
@@ -117,7 +118,8 @@ def trace(
     backward, (_, grads) = jax.make_jaxpr(grad_fn, return_shape=True)(resting, *loss.batch)
     tx: Any = wrapper.wrap(options, optax.sgd(0.0) if inner is None else inner, False)
     apply = lambda g, s, p: tx.calls.apply(g, s, p, {})
-    update = jax.make_jaxpr(apply)(grads, tx.init(resting), resting)
+    with naming_missing_extra(CALL, "zero.plan(params) for a plan without the optimizer."):
+        update = jax.make_jaxpr(apply)(grads, tx.init(resting), resting)
     sizes = dict(options.mesh.shape)
     traffic = jaxpr_collectives.total("gradient", backward.jaxpr, sizes) + jaxpr_collectives.total(
         "update", update.jaxpr, sizes

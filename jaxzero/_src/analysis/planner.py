@@ -10,6 +10,7 @@ from .._text import path_text
 from ..gradients.checks import GradOptions
 from ..jaxpr.calls import nbytes
 from ..optimizer import wrapper
+from ..optimizer.trace import MissingExtra
 from ..sharding import checks
 from ..sharding import host as sharding_host
 from ..sharding.layout import Shape
@@ -18,6 +19,9 @@ from ..sharding.options import STAGES, Options, memory_kind, param_leaves, resol
 from . import planned_traffic
 from .plan import AtRest, Plan, PlannedLeaf
 from .planned_traffic import CALL
+
+#: The note of a plan that lacks the traffic of its optimizer's update.
+UNKNOWN_UPDATE = "what the update of the optimizer sends is missing"
 
 
 def make_plan(
@@ -39,7 +43,10 @@ def make_plan(
     resting = planned_traffic.at_rest(options, leaves)
     own, other, hosted, unsharded = _state(options, leaves, resting, inner)
     buckets = planned_traffic.buckets(options, leaves, axes)
-    traffic, chunks = planned_traffic.trace(options, leaves, inner, resting, how)
+    try:
+        (traffic, chunks), missing = planned_traffic.trace(options, leaves, inner, resting, how), ""
+    except MissingExtra as error:
+        (traffic, chunks), missing = planned_traffic.trace(options, leaves, None, resting, how), str(error.__cause__)
     state = sum(own.values()) + other
     return Plan(
         options.stage,
@@ -53,15 +60,17 @@ def make_plan(
             *(_at_rest(options, s, leaves, state, hosted + _hosted(options, leaves, s)) for s in STAGES),
         ),
         traffic,
-        _notes(options, inner, how, leaves),
+        _notes(options, inner, how, leaves, missing),
     )
 
 
-def _notes(options: Options, inner: Any, how: GradOptions, leaves: Leaves) -> tuple[str, ...]:
+def _notes(options: Options, inner: Any, how: GradOptions, leaves: Leaves, missing: str) -> tuple[str, ...]:
     """What the figures depend on."""
     out = ["sent: bytes that leave each device in a ring, in one step of value_and_grad and apply"]
     if inner is None:
         out.append("no optimizer was given: its state and what its update sends are missing")
+    if missing:
+        out.append(f"{UNKNOWN_UPDATE}, since it needs more than gradients ({missing}); zero.explain takes that by name")
     kept = [
         path_text(leaf.path) for leaf in leaves.leaves if leaf.trainable and leaf.other_axes and leaf.layout is None
     ]

@@ -17,7 +17,7 @@ from ..sharding.options import Options, param_leaves, resolve_axes
 from . import planner
 from .hlo import Collectives, collectives
 from .hlo_parser import Argument, Program, parse, sizes, text_of
-from .plan import Plan
+from .plan import Plan, not_split
 
 CALL = "verify"
 #: Bytes below which a collective, an argument or a difference is no matter.
@@ -52,13 +52,16 @@ class Verification:
     Attributes:
       checks: What was promised, and found.
       collectives: The collectives of the program.
+      note: What else must be known; empty if nothing.
     """
 
     checks: tuple[Check, ...]
     collectives: Collectives
+    note: str = ""
 
     def __str__(self) -> str:
-        return promised_and_found(self.checks)
+        table = promised_and_found(self.checks)
+        return f"{self.note}\n\n{table}" if self.note else table
 
 
 def promised_and_found(checks: Sequence[Check]) -> str:
@@ -86,10 +89,11 @@ def verify(
             f"{dict(options.mesh.shape)}. Fix: verify it with the Zero that it was made with."
         )
     found = collectives(compiled, options.mesh)
+    unknown = any(note.startswith(planner.UNKNOWN_UPDATE) for note in plan.notes)
     leaves = [leaf for leaf in param_leaves(options, params, axes.n).leaves if leaf.layout is not None]
     owned = _owned(options, program, leaves)
     checks = [
-        *_traffic(options, program, plan, found, axes, inner is not None),
+        *_traffic(options, program, plan, found, axes, inner is not None and not unknown),
         *_on_use(options, program, found, leaves, axes, accumulate),
         *_at_rest(options, plan, owned, inner is not None, axes),
         *(_reused(program, owned) if donated else ()),
@@ -102,7 +106,7 @@ def verify(
             f"{CALL}: the compiled program is not what was promised: "
             f"{'; '.join(f'{c.what}: {c.problem}' for c in wrong)}. {fixes}\n{promised_and_found(checks)}"
         )
-    return Verification(tuple(checks), found)
+    return Verification(tuple(checks), found, not_split(options.mesh.shape, axes.shard))
 
 
 # --- traffic -------------------------------------------------------------------------------------
@@ -132,7 +136,11 @@ def _traffic(
         if have < low:
             yield Check(what, want, have, "missing", _missing(key[0], axes))
         elif have > high:
-            fix = _extra(key, axes) + ("" if known else " If the optimizer sends it, pass the optimizer: inner=.")
+            fix = _extra(key, axes) + (
+                ""
+                if known
+                else " If the optimizer sends it, pass the optimizer: inner= (its update by gradients alone is planned)."
+            )
             yield Check(what, want, have, "more than promised" if want > SMALL else "not promised", fix)
         elif max(want, have) > SMALL:
             yield Check(what, want, have)

@@ -1,8 +1,10 @@
 """The inner optimizer, traced at full, unsharded shapes: nothing in it knows of a mesh."""
 
+import contextlib
 import dataclasses
 import inspect
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -90,6 +92,28 @@ def sort_extra(
             sorted_.arrays[name] = (tree, avals)  # type: ignore[index]
             arrays += flat
     return sorted_, trees, arrays
+
+
+#: How Optax says that an extra argument is missing.
+_MISSING = re.compile(r"missing \d+ required (keyword-only|positional) argument|must be provided")
+
+
+class MissingExtra(ValueError):
+    """An optimizer whose `update` needs more than gradients, state and parameters."""
+
+
+@contextlib.contextmanager
+def naming_missing_extra(call: str, fix: str) -> Iterator[None]:
+    """Names the call and the fix where the inner `update` lacks an extra argument; other errors stay as they are."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        if not _MISSING.search(str(error)):
+            raise
+        raise MissingExtra(
+            f"{call}: the update of this optimizer needs more than gradients: {error}. Expected what tx.update gets, "
+            f"by name. Fix: {fix}"
+        ) from error
 
 
 def _fits(x: Any, leaf: Leaf, manual: bool) -> bool:
