@@ -136,11 +136,7 @@ def _traffic(
         if have < low:
             yield Check(what, want, have, "missing", _missing(key[0], axes))
         elif have > high:
-            fix = _extra(key, axes) + (
-                ""
-                if known
-                else " If the optimizer sends it, pass the optimizer: inner= (its update by gradients alone is planned)."
-            )
+            fix = _extra(key, axes) + ("" if known else " If the optimizer sends it, pass the optimizer: inner=.")
             yield Check(what, want, have, "more than promised" if want > SMALL else "not promised", fix)
         elif max(want, have) > SMALL:
             yield Check(what, want, have)
