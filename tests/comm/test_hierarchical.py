@@ -43,7 +43,7 @@ GROUPS = {
     "between": ((2, 2, 2), ("node", "replica", "local")),
     "groups of one node": ((2, 1, 4), ("replica", "node", "local")),
 }
-CALLS = {f"exchange.{name}" for name in ("all_gather", "gather_far", "gather_near", "reduce_scatter")}
+CALLS = {f"collectives.{name}" for name in ("all_gather", "gather_inter_node", "gather_intra_node", "reduce_scatter")}
 SHAPES = [((16, 3), 0), ((5, 3), 0), ((1,), 0), ((2, 8, 3), 1), ((2, 5, 3), 1), ((2, 3, 7), 2), ((40,), 0)]
 
 

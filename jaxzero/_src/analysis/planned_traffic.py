@@ -9,7 +9,7 @@ import optax
 
 from ..comm import collectives, placement
 from ..comm.reduce import GradReducer
-from ..fsdp.observe import Loss
+from ..fsdp.observe import ObservedLoss
 from ..fsdp.schedule import Schedule
 from ..gradients.call import CallSpec, compiled_per_call
 from ..gradients.checks import GradOptions
@@ -28,13 +28,13 @@ from . import default_loss
 CALL = "plan"
 
 
-def loss_of(options: Options, leaves: Leaves, how: GradOptions) -> Loss:
+def loss_of(options: Options, leaves: Leaves, how: GradOptions) -> ObservedLoss:
     """The observed loss, without aux; else one that stands for it."""
     seen = options.observed and options.observed.loss
     if seen is None:
         axes, _ = resolve_axes(options, CALL)
-        return Loss(default_loss.loss(leaves), (default_loss.batch(axes.n * axes.r * how.accumulate),), ())
-    return Loss(lambda *args: jax.tree.leaves(seen.fn(*args))[0], seen.batch, seen.whole_argnums)
+        return ObservedLoss(default_loss.loss(leaves), (default_loss.batch(axes.n * axes.r * how.accumulate),), ())
+    return ObservedLoss(lambda *args: jax.tree.leaves(seen.fn(*args))[0], seen.batch, seen.whole_argnums)
 
 
 # --- buckets and chunks --------------------------------------------------------------------------

@@ -37,8 +37,13 @@ from .varying import Vary, evaluate_equation
 
 Array = jax.Array
 NodeShards = dict[NodeShard, Array]
-#: A result of a step, or `None` for a view, which is not computed where it stands.
+#: An operand or result of a step; `None` for a view, which is not computed where it stands.
+Value = ArrayLike | None
 Result = Array | None
+#: What a scan carries: the carry of the program, and stacks of shares of gradients by number of the result.
+_Carry = tuple[list[Array], dict[int, Array]]
+#: What a scan reads for each layer: its number, scanned operands, node shards.
+_Layer = tuple[Array, list[Any], list[Array]]
 T = TypeVar("T")
 
 
@@ -105,13 +110,13 @@ class _Gathers:
         return self.whole[gather][param]
 
     def _gather(self, gather: Gather, operands: Sequence[Array]) -> list[Array]:
-        layouts, hops = [self.schedule.layouts[p.source] for p in gather.params], self.axes.hops
+        layouts = [self.schedule.layouts[p.source] for p in gather.params]
         if not self.schedule.regather:
-            return collectives.all_gather(operands, layouts, hops, bucket_bytes=collectives.NO_LIMIT)
+            return collectives.all_gather(operands, layouts, self.axes.hops, bucket_bytes=collectives.NO_LIMIT)
         if not gather.intra_node:
-            operands = [self.vary(x) for x in collectives.gather_inter_node(operands, layouts, hops)]
+            operands = [self.vary(x) for x in collectives.gather_inter_node(operands, layouts, self.axes.hops)]
             self.node_shards.update(zip([(p, 0) for p in gather.params], operands, strict=True))
-        return collectives.gather_intra_node(operands, layouts, hops)
+        return collectives.gather_intra_node(operands, layouts, self.axes.hops)
 
 
 class _Gradients:
@@ -150,8 +155,9 @@ class _Gradients:
     def reduce(self, positions: Sequence[int], values: Sequence[Array]) -> None:
         """Adds whole local terms of gradients, in one reduce-scatter."""
         sent = [self.reducer.send(x) for x in values]
-        layouts, hops = [self.schedule.grads[p] for p in positions], self.reducer.axes.hops
-        done = collectives.reduce_scatter(sent, layouts, hops, bucket_bytes=collectives.NO_LIMIT)
+        layouts = [self.schedule.grads[p] for p in positions]
+        axes, no_limit = self.reducer.axes, collectives.NO_LIMIT
+        done = collectives.reduce_scatter(sent, layouts, axes.hops, bucket_bytes=no_limit)
         for position, x in zip(positions, done, strict=True):
             self.add_share(position, x)
         self.in_flight.append(positions[0])
@@ -161,7 +167,7 @@ class _Gradients:
         before = self.shares.get(position)
         self.shares[position] = x if before is None else before + x
 
-    def order_after(self, data: Sequence[Any], later: T, max_in_flight: int) -> tuple[list[Any], T]:
+    def order_after(self, data: Sequence[Value], later: T, max_in_flight: int) -> tuple[list[Any], T]:
         """A barrier: `later` comes after `data`, and what reads either comes after reductions in flight.
 
         Args:
@@ -243,7 +249,7 @@ class _Evaluation:
 
     # --- operands ---
 
-    def _ordered_operands(self, number: int, step: Step) -> list[Any]:
+    def _ordered_operands(self, number: int, step: Step) -> list[Value]:
         """The data of a step (`None` for views), in one barrier with what is ordered by it.
 
         The shares of the gathers that are tied to the step wait for the data. Before a whole gradient is made,
@@ -252,7 +258,7 @@ class _Evaluation:
         """
         schedule = self.schedule
         known = lambda x: x.value if isinstance(x, Known) else None if x in schedule.views else self.env[x]
-        ins: list[Any] = [known(x) for x in step.ins]
+        ins: list[Value] = [known(x) for x in step.ins]
         gathers, is_wgrad = schedule.tied.get(number, []), step in schedule.wgrads
         shares = [self.gathers.operands(gather) for gather in gathers]
         if any(map(_can_wait, ins)) and (is_wgrad or any(shares)):
@@ -268,7 +274,7 @@ class _Evaluation:
         self.gathers.prefetched.update(zip(gathers, shares, strict=True))
         return ins
 
-    def _views(self, number: int, step: Step, ins: list[Any]) -> list[Any]:
+    def _views(self, number: int, step: Step, ins: list[Value]) -> list[Any]:
         """The operands of a step, with whole views; a scan takes the shares of all layers instead."""
         if step.eqn is None:
             return ins
@@ -288,18 +294,18 @@ class _Evaluation:
 
     # --- one step ---
 
-    def _compute(self, step: Step, ins: list[Any]) -> Sequence[Result]:
+    def _compute(self, step: Step, ins: list[ArrayLike]) -> Sequence[Result]:
         if step.eqn is None:
             return barrier(ins, ())[0]
         return self._scan(step, ins) if step in self.schedule.scans else evaluate_equation(step.eqn, ins, self.vary)
 
-    def _scan(self, step: Step, ins: list[Any]) -> list[Result]:
+    def _scan(self, step: Step, ins: list[ArrayLike]) -> list[Result]:
         """A scan whose body gathers one layer, and reduces the gradients of one layer into stacks of shares."""
         assert step.eqn is not None
         scan, length, vary = self.schedule.scans[step], step.eqn.params["length"], self.vary
-        consts, carry, xs = (list(x) for x in scan_parts(step.eqn, ins))
-        count = len(carry)
-        carry = [vary(jnp.asarray(x, v.aval.dtype)) for x, v in zip(carry, step.outs[:count], strict=True)]
+        consts, start, xs = scan_parts(step.eqn, ins)
+        count = len(start)
+        carry = [vary(jnp.asarray(x, v.aval.dtype)) for x, v in zip(start, step.outs[:count], strict=True)]
         carry, zero = self.gradients.order_after(carry, vary(jnp.float32(0)), 0)
         # From a zero that waits too: else room for all gradients would be taken long before they are made.
         stacks = {i: jnp.full((length, *shape), zero, dtype) for i, shape, dtype in self._layer_grads(scan)}
@@ -313,11 +319,11 @@ class _Evaluation:
             self.gradients.add_share(position, stacks[i])
         return replace_at([*carry, *[None] * (len(step.outs) - count)], kept, ys)
 
-    def _scan_body(self, scan: ScanSchedule, consts: list[Any], count: int) -> Callable[[Any, Any], Any]:
+    def _scan_body(self, scan: ScanSchedule, consts: list[ArrayLike], count: int) -> Callable[[_Carry, _Layer], Any]:
         """The body of a scan: its carry is the program's, with the stacks of shares of gradients."""
         reducer = self.gradients.reducer
 
-        def body(carries: tuple[list[Any], dict[int, Array]], layer: tuple[Any, list[Any], list[Array]]) -> Any:
+        def body(carries: _Carry, layer: _Layer) -> tuple[_Carry, tuple[list[Result], list[Array]]]:
             (carry, stacks), (number, xs, node_shards) = carries, layer
             given = dict(zip(scan.node_shards_in, node_shards, strict=True))
             evaluation = _Evaluation(scan.body, [*consts, *carry, *xs], reducer, self.vary, given)
@@ -340,7 +346,7 @@ class _Evaluation:
 # --- barriers --------------------------------------------------------------------------------------
 
 
-def barrier(data: Sequence[Any], later: T) -> tuple[list[Any], T]:
+def barrier(data: Sequence[Value], later: T) -> tuple[list[Any], T]:
     """`data` and `later`, from one barrier; values of `data` that cannot enter it come back as they are."""
     held = [i for i, x in enumerate(data) if _can_wait(x)]
     done, later = lax.optimization_barrier(([data[i] for i in held], later))

@@ -1,8 +1,8 @@
-"""What a loss does with its parameters: order of first use, stacked leaves, unused leaves."""
+"""How a loss uses its parameters: order of first use, stacked leaves, unused leaves."""
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -10,9 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._text import path_text
+from .._types import ArrayLike, Path, PyTree
 from ..jaxpr import trace
 from ..jaxpr.compat import open_program, scan_parts
 from ..jaxpr.flat import Flat, Var, flatten
+from ..jaxpr.primitives import CONVERT, COPY, NEG, SCAN
 from ..sharding import checks
 from ..sharding.axes import for_losses
 from ..sharding.flax_boxes import opened
@@ -25,14 +27,15 @@ class Stacked:
     """A predicate on key paths: how many leading dimensions of a leaf count layers.
 
     Attributes:
-      paths: Key paths of leaves, with that number. Optimizer state, whose paths end with them, counts too.
+      paths: Key paths of leaves, each with that number. A path that ends with one of them, as paths of optimizer
+        state do, has the same number.
       also: A predicate given by hand, which comes first.
     """
 
-    paths: tuple[tuple[Any, int], ...]
-    also: Callable[[Any], int] | None = None
+    paths: tuple[tuple[Path, int], ...]
+    also: Callable[[Path], int] | None = None
 
-    def __call__(self, path: Any) -> int:
+    def __call__(self, path: Path) -> int:
         """The number for one path."""
         if self.also is not None and (by_hand := int(self.also(path))):
             return by_hand
@@ -41,12 +44,12 @@ class Stacked:
 
 
 @dataclasses.dataclass(frozen=True)
-class Loss:
+class ObservedLoss:
     """The loss that was observed, for `Zero.plan`.
 
     Attributes:
       fn: The loss.
-      batch: The rest of its arguments, global and abstract.
+      batch: Its arguments after the parameters, global and abstract.
       whole_argnums: As for `value_and_grad`.
     """
 
@@ -65,15 +68,26 @@ class Observed:
       loss: The loss; `None` where `observe` was called inside a user's `shard_map`.
     """
 
-    order: tuple[Any, ...]
-    unused: tuple[Any, ...]
-    loss: Loss | None = dataclasses.field(default=None, compare=False, repr=False)
+    order: tuple[Path, ...]
+    unused: tuple[Path, ...]
+    loss: ObservedLoss | None = dataclasses.field(default=None, compare=False, repr=False)
 
 
 def observe(
-    options: Options, loss_fn: Callable[..., Any], params: Any, batch: Sequence[Any], whole: Sequence[int]
+    options: Options, loss_fn: Callable[..., Any], params: PyTree, batch: Sequence[PyTree], whole: Sequence[int]
 ) -> tuple[Observed, Stacked]:
-    """Traces the loss, abstractly, and reads the trace."""
+    """Traces the loss at abstract values, and reads the trace.
+
+    Args:
+      options: The options.
+      loss_fn: The loss.
+      params: Its parameters, whole or split, concrete or abstract.
+      batch: Its other arguments, global, concrete or abstract.
+      whole: Positions of arguments that are given whole to every device.
+
+    Returns:
+      What was found, and the predicate that says which leaves are stacked.
+    """
     axes, manual = resolve_axes(options, "observe")
     checks.check_params("observe", options, params)
     leaves = leaves_of(
@@ -88,63 +102,83 @@ def observe(
     program = trace.trace(loss, known, local, axis_env=env, mesh=for_losses(options.mesh, axes))
     flat = flatten(program.jaxpr, program.consts)
     inputs = dict(zip(flat.inputs[: len(known)], range(len(known)), strict=True))
-    order: dict[int, None] = {}
-    stacked: dict[int, int] = {}
-    _walk(flat, inputs, order, stacked, 0)
+    layers: dict[int, int] = {}
+    _follow(flat, inputs, layers, 0)
     given = jax.tree.map(lambda x: _local(x, 1), tuple(batch))
-    seen = None if manual else Loss(loss_fn, given, tuple(whole))
-    return _found(leaves, order, stacked, options, seen)
+    seen = None if manual else ObservedLoss(loss_fn, given, tuple(whole))
+    return _found(leaves, layers, options, seen)
 
 
-def _found(leaves: Leaves, order: Any, stacked: Any, options: Options, loss: Loss | None) -> tuple[Observed, Stacked]:
-    path = lambda i: leaves.leaves[i].path
-    if not order:
+def _found(
+    leaves: Leaves, layers: Mapping[int, int], options: Options, loss: ObservedLoss | None
+) -> tuple[Observed, Stacked]:
+    """The findings by key path; refuses a loss without parameters, and unused leaves with `unused="error"`.
+
+    Args:
+      leaves: The leaves of the parameters.
+      layers: Number of a leaf -> how many of its leading dimensions count layers, in the order of first use.
+      options: The options.
+      loss: The loss.
+    """
+    if not layers:
         raise ValueError(
             "observe: the loss uses no leaf of the parameters. Found none of "
             f"{[path_text(leaf.path) for leaf in leaves.leaves[:4]]} in its trace; expected a function of its "
             "first argument. Fix: use the argument, not parameters that the function closes over."
         )
-    unused = tuple(leaf.path for i, leaf in enumerate(leaves.leaves) if i not in order)
-    idle = [path_text(leaf.path) for i, leaf in enumerate(leaves.leaves) if i not in order and leaf.trainable]
+    unused = [leaf for i, leaf in enumerate(leaves.leaves) if i not in layers]
+    idle = [path_text(leaf.path) for leaf in unused if leaf.trainable]
     if idle and options.unused == "error":
         raise ValueError(
             f"observe: unused='error', and the loss does not use {idle}. Expected every trainable "
             "leaf in its trace. Fix: drop these leaves, or unused='zero' (a zero gradient) or 'skip' (left untouched)."
         )
-    deep = tuple((path(i), lead) for i, lead in sorted(stacked.items()) if lead)
-    return Observed(tuple(path(i) for i in order), unused, loss), Stacked(deep, options.stacked)
+    path = lambda i: leaves.leaves[i].path
+    stacked = tuple((path(i), count) for i, count in sorted(layers.items()) if count)
+    observed = Observed(tuple(map(path, layers)), tuple(leaf.path for leaf in unused), loss)
+    return observed, Stacked(stacked, options.stacked)
 
 
-def _local(x: Any, count: int) -> Any:
-    """A batch leaf as one device sees it."""
+def _local(x: ArrayLike, count: int) -> jax.ShapeDtypeStruct:
+    """An array of the batch as one of `count` devices sees it."""
     shape, dtype = np.shape(x), x.dtype if hasattr(x, "dtype") else jnp.result_type(x)
     if shape and shape[0] % count == 0:
         shape = (shape[0] // count, *shape[1:])
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
-_SAME = ("convert_element_type", "copy", "copy_p", "neg", "barrier")
+#: What passes a parameter on without computing with it.
+_PASSES = (CONVERT, COPY, NEG, "barrier")
 
 
-def _walk(flat: Flat, inputs: dict[Var, int], order: dict[int, None], stacked: dict[int, int], depth: int) -> None:
-    """Follows leaves through the program; `stacked` keeps the smallest depth at which all uses scan a leaf."""
-    here = dict(inputs)
+def _follow(flat: Flat, inputs: Mapping[Var, int], layers: dict[int, int], depth: int) -> None:
+    """Follows leaves through a program, in order, into the bodies of scans.
+
+    Args:
+      flat: The program.
+      inputs: Inputs that hold leaves -> the numbers of these.
+      layers: Takes up each leaf that is used, with the smallest number of scans around one of its uses.
+      depth: The number of scans around the program.
+    """
+    leaf_of = dict(inputs)
+
+    def use(leaf: int) -> None:
+        layers[leaf] = min(layers.get(leaf, depth), depth)
+
     for step in flat.steps:
-        known = [here.get(x) if isinstance(x, Var) else None for x in step.ins]
-        if step.name in _SAME:
-            here.update((o, i) for i, o in zip(known, step.outs, strict=False) if i is not None)
+        used = [leaf_of.get(x) if isinstance(x, Var) else None for x in step.ins]
+        if step.name in _PASSES:
+            leaf_of.update((o, i) for i, o in zip(used, step.outs, strict=False) if i is not None)
             continue
-        xs_from = len(step.ins)
-        if step.name == "scan":
+        scanned = 0
+        if step.name == SCAN and step.eqn is not None:
             body = flatten(*open_program(step.eqn.params["jaxpr"]))
-            xs_from -= len(scan_parts(step.eqn, list(step.ins))[2])
-            inner = {body.inputs[i]: leaf for i, leaf in enumerate(known) if leaf is not None and i >= xs_from}
-            _walk(body, inner, order, stacked, depth + 1)
-        for i, leaf in enumerate(known):
-            if leaf is not None and i < xs_from:
-                order.setdefault(leaf)
-                stacked[leaf] = min(stacked.get(leaf, depth), depth)
+            scanned = len(scan_parts(step.eqn, step.ins)[2])
+            pairs = zip(body.inputs[len(used) - scanned :], used[len(used) - scanned :], strict=True)
+            _follow(body, {v: leaf for v, leaf in pairs if leaf is not None}, layers, depth + 1)
+        for leaf in used[: len(used) - scanned]:
+            if leaf is not None:
+                use(leaf)
     for x in flat.outs:
-        if isinstance(x, Var) and x in here:
-            order.setdefault(here[x])
-            stacked[here[x]] = min(stacked.get(here[x], depth), depth)
+        if isinstance(x, Var) and x in leaf_of:
+            use(leaf_of[x])

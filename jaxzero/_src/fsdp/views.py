@@ -16,21 +16,23 @@ from jax.typing import ArrayLike
 
 from ..jaxpr.bind import bind
 from ..jaxpr.flat import Known, Step, Var
+from ..jaxpr.primitives import (
+    BROADCAST,
+    CONVERT,
+    COPY,
+    DIV,
+    MUL,
+    NEG,
+    RESHAPE,
+    REV,
+    SLICE,
+    SQUEEZE,
+    TRANSPOSE,
+)
 
 #: Primitives that move elements and change none, so that a cast may be done before them.
-_MOVES = {
-    "transpose",
-    "reshape",
-    "squeeze",
-    "expand_dims",
-    "broadcast_in_dim",
-    "slice",
-    "copy",
-    "copy_p",
-    "rev",
-    "split",
-}
-_SCALES = {"mul", "div", "neg"}
+_MOVES = {TRANSPOSE, RESHAPE, SQUEEZE, BROADCAST, SLICE, COPY, REV, "split"}
+_SCALES = {MUL, DIV, NEG}
 Array = jax.Array
 
 
@@ -61,7 +63,7 @@ class Op:
         """The same operation on one layer of a stacked array; `None` if it mixes layers."""
         if self.depth:
             return dataclasses.replace(self, depth=self.depth - 1)
-        same = self.eqn.primitive.name in ("convert_element_type", "copy", "copy_p", "neg", "mul", "div")
+        same = self.eqn.primitive.name in (CONVERT, COPY, *_SCALES)
         return self if same else None
 
 
@@ -81,7 +83,7 @@ class View:
         """The dtype in which the parameter travels: if the view narrows it, the share is narrowed before the gather."""
         for op in self.ops:
             name = op.eqn.primitive.name
-            if name == "convert_element_type":
+            if name == CONVERT:
                 new = jnp.dtype(op.eqn.params["new_dtype"])
                 return new if new.itemsize < jnp.dtype(stored).itemsize else stored
             if name not in _MOVES:
@@ -122,6 +124,6 @@ def _is_view(step: Step, at: int) -> bool:
     name = step.name
     if name in _MOVES:
         return len(step.ins) == 1
-    if name == "convert_element_type":
+    if name == CONVERT:
         return all(jnp.issubdtype(x.aval.dtype, jnp.inexact) for x in (step.ins[0], step.outs[0]))  # type: ignore[union-attr]
-    return name in _SCALES and (at == 0 or name == "mul")
+    return name in _SCALES and (at == 0 or name == MUL)

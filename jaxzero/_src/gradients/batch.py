@@ -1,18 +1,21 @@
-"""The arguments of a loss after the parameters: examples are cut, scalars are whole, keys are folded."""
+"""The arguments of a loss after its parameters: examples are cut, scalars are whole, keys are folded."""
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Hashable, Sequence
 
 import jax
 import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
+from jax.tree_util import PyTreeDef
 
 from .._text import path_text
+from .._types import PyTree
 from ..sharding.axes import Axes
 from ..sharding.leaves import is_key
 from ..sharding.vma import varying
+
+Array = jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,13 +39,19 @@ class Argument:
 
 @dataclasses.dataclass(frozen=True)
 class Arguments:
-    """The structure of a batch: which leaves are arrays, and everything else as it is."""
+    """The arguments of a loss after its parameters, without their arrays.
 
-    tree: Any
-    static: tuple[Any, ...]
+    Attributes:
+      tree: The structure of the positional arguments.
+      static: Their leaves; an array is replaced by a mark.
+      arrays: What the arrays are, in order.
+    """
+
+    tree: PyTreeDef
+    static: tuple[Hashable, ...]
     arrays: tuple[Argument, ...]
 
-    def rebuild(self, arrays: Sequence[Any]) -> tuple[Any, ...]:
+    def rebuild(self, arrays: Sequence[Array]) -> tuple[PyTree, ...]:
         """The positional arguments, with `arrays` in their places."""
         rest = iter(arrays)
         leaves = [next(rest) if isinstance(x, _Array) else x for x in self.static]
@@ -60,16 +69,26 @@ class _Array:
 
 
 def sort_arguments(
-    batch: tuple[Any, ...],
+    batch: tuple[PyTree, ...],
     whole_argnums: Sequence[int],
     fold_keys: bool,
     traced: bool,
     call: str = "value_and_grad",
-) -> tuple[Arguments, list[Any]]:
+) -> tuple[Arguments, list[Array]]:
     """Separates the arrays of a batch from strings, callables and Python scalars.
 
-    Python numbers are arrays where the call is eager, as they are for `jit`: their value may change
-    from step to step. Under a trace they are what they are.
+    In an eager call Python numbers are arrays, as they are for `jit`: their values may change from step to step.
+    Under a trace they stay Python numbers.
+
+    Args:
+      batch: The positional arguments after the parameters.
+      whole_argnums: Positions of those that are given whole to every device.
+      fold_keys: Whether scalar keys are folded with the device's index.
+      traced: Whether the call stands under a trace.
+      call: The name of the call, for errors.
+
+    Returns:
+      The arguments without their arrays, and the arrays.
     """
     wrong = [i for i in whole_argnums if not 1 <= i <= len(batch)]
     if wrong:
@@ -79,8 +98,9 @@ def sort_arguments(
             "parameters as 0, as jax.jit's static_argnums does."
         )
     pairs, tree = jax.tree_util.tree_flatten_with_path(batch)
-    static: list[Any] = []
-    kinds, arrays = [], []
+    static: list[Hashable] = []
+    kinds: list[Argument] = []
+    arrays: list[Array] = []
     for path, x in pairs:
         number = isinstance(x, (int, float, complex)) and not isinstance(x, (bool, np.generic))
         if not (hasattr(x, "dtype") and hasattr(x, "shape")) and (traced or not number):
@@ -100,12 +120,12 @@ def sort_arguments(
 
 def check_divides(
     arguments: Sequence[Argument],
-    arrays: Sequence[Any],
+    arrays: Sequence[Array],
     sizes: tuple[int, int],
     steps: int = 1,
     call: str = "value_and_grad",
 ) -> None:
-    """Refuses examples that cannot be dealt evenly over shares, replicas and micro-steps."""
+    """Refuses examples that cannot be cut evenly over shares, replicas and microbatches."""
     shares, replicas = sizes
     for argument, x in zip(arguments, arrays, strict=True):
         size = shares * replicas * steps
@@ -122,8 +142,8 @@ def check_divides(
             )
 
 
-def fold(arguments: Sequence[Argument], arrays: Sequence[Any], axes: Axes) -> list[Any]:
-    """Inside a manual region: scalar keys differ between devices, so dropout does too.
+def fold(arguments: Sequence[Argument], arrays: Sequence[Array], axes: Axes) -> list[Array]:
+    """Inside a manual region: the arrays, with scalar keys folded with the device's index, so that dropout differs.
 
     A key that varies already (inside a user's `shard_map`) is left alone.
     """

@@ -1,19 +1,22 @@
-"""What a loss may return, and how its result is read."""
+"""What a loss may return, and how its results are told apart."""
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from .._text import path_text
+from .._types import PyTree
 from ..jaxpr.calls import inner_programs
-from ..sharding import vma
+from ..jaxpr.primitives import IO_CALLBACK
+from ..jaxpr.trace import AnyJaxpr
 from ..sharding.axes import Axes
 from ..sharding.options import is_wire_dtype
 from ..sharding.scalars import is_int, python_scalar
+from ..sharding.vma import varying
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,7 +25,7 @@ class GradOptions:
 
     has_aux: bool = False
     accumulate: int = 1
-    accumulate_dtype: Any = jnp.float32
+    accumulate_dtype: DTypeLike = jnp.float32
     sync: str = "each"
     weighted: bool = False
 
@@ -55,12 +58,12 @@ class GradOptions:
             )
 
 
-def is_mean(dtype: Any) -> bool:
+def is_mean(dtype: DTypeLike) -> bool:
     """Whether an aux leaf of this dtype is averaged."""
     return bool(jnp.issubdtype(dtype, jnp.inexact))
 
 
-def split_result(call: str, out: Any, how: GradOptions) -> tuple[Any, Any, Any]:
+def split_result(call: str, out: PyTree, how: GradOptions) -> tuple[jax.Array, jax.Array | None, PyTree]:
     """The loss, its weight and aux (`None` without) from what a user's loss returns; refuses what does not fit."""
     if how.has_aux and not (isinstance(out, tuple) and len(out) == 2):
         raise ValueError(
@@ -87,8 +90,8 @@ def split_result(call: str, out: Any, how: GradOptions) -> tuple[Any, Any, Any]:
     return value, weight, aux
 
 
-def _pair(call: str, value: Any, how: GradOptions) -> tuple[Any, Any]:
-    """The two scalars of a weighted loss."""
+def _pair(call: str, value: PyTree, how: GradOptions) -> tuple[jax.Array, jax.Array]:
+    """The sum and the weight that a weighted loss returns; refuses what is no pair of scalars."""
     wanted = "((sum, weight), aux)" if how.has_aux else "(sum, weight)"
     if not (isinstance(value, tuple) and len(value) == 2):
         found = f"shape {np.shape(value)}" if hasattr(value, "shape") else type(value).__name__
@@ -105,9 +108,9 @@ def _pair(call: str, value: Any, how: GradOptions) -> tuple[Any, Any]:
     return value[0], jax.lax.stop_gradient(jnp.asarray(value[1], jnp.promote_types(dtype, jnp.float32)))
 
 
-def check_types(call: str, value: Any, aux: Any, axes: Axes) -> None:
+def check_types(call: str, value: jax.Array, aux: PyTree, axes: Axes) -> None:
     """Inside `shard_map`: refuses a loss that is reduced already, and aux that differs and is no mean."""
-    missing = [a for a in axes.every if a not in vma.varying(value)]
+    missing = [a for a in axes.every if a not in varying(value)]
     if missing:
         raise ValueError(
             f"{call}: the loss does not vary over {missing} inside shard_map. Found a loss that is "
@@ -116,11 +119,11 @@ def check_types(call: str, value: Any, aux: Any, axes: Axes) -> None:
             "mean over devices is taken here."
         )
     leaves = jax.tree.leaves(aux)
-    check_aux(call, aux, [bool(set(axes.every) & vma.varying(x)) for x in leaves])
+    check_aux(call, aux, [bool(set(axes.every) & varying(x)) for x in leaves])
 
 
-def check_aux(call: str, aux: Any, differs: Sequence[bool]) -> None:
-    """Refuses leaves of aux that differ between devices and of which no mean is taken."""
+def check_aux(call: str, aux: PyTree, differs: Sequence[bool]) -> None:
+    """Refuses leaves of aux that differ between devices and of which no mean is taken: integers, bools and keys."""
     for (path, x), mark in zip(jax.tree_util.tree_leaves_with_path(aux), differs, strict=True):
         dtype = jnp.result_type(x)
         if mark and not is_mean(dtype):
@@ -131,12 +134,12 @@ def check_aux(call: str, aux: Any, differs: Sequence[bool]) -> None:
             )
 
 
-def check_effects(jaxpr: Any, call: str) -> None:
-    """Refuses what needs an order between devices, or answers from the host."""
+def check_effects(jaxpr: AnyJaxpr, call: str) -> None:
+    """Refuses effects that need an order between devices, or a result from the host."""
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
-        if name == "io_callback" or eqn.params.get("ordered"):
-            what = "an io_callback" if name == "io_callback" else f"an ordered effect ({name})"
+        if name == IO_CALLBACK or eqn.params.get("ordered"):
+            what = "an io_callback" if name == IO_CALLBACK else f"an ordered effect ({name})"
             raise ValueError(
                 f"{call}: the loss contains {what}. Found it while tracing; expected a function of its "
                 "arguments. Fix: move it out of the loss (return what it needs as aux), or print with "

@@ -8,6 +8,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from .._positions import replace_at
+from .._types import PyTree
 from ..comm.reduce import GradReducer, Summand
 from ..fsdp.varying import Vary
 from ..jaxpr import dependence, trace
@@ -25,7 +26,7 @@ Array = jax.Array
 CALL = "value_and_grad"
 
 
-def _no_check(value: Array, aux: Any) -> None:
+def _no_check(value: Array, aux: PyTree) -> None:
     """No types to check."""
 
 
@@ -67,13 +68,13 @@ class LocalLoss:
         """What sums over devices."""
         return GradReducer(self.spec.axes, reduce_options(self.spec.options), self.how.accumulate)
 
-    def call(self, params: Sequence[Array], arrays: Sequence[Array]) -> tuple[Array, Array | None, Any]:
+    def call(self, params: Sequence[Array], arrays: Sequence[Array]) -> tuple[Array, Array | None, PyTree]:
         """The loss, its weight and aux (`None` without), from whole parameters and one device's examples."""
         out = self.fn(opened(self.spec.leaves.unflatten(params)), *self.spec.arguments.rebuild(arrays))
         return checks.split_result(CALL, out, self.how)
 
     def differentiate(
-        self, params: Sequence[Array], arrays: Sequence[Array], check: Callable[[Array, Any], None] = _no_check
+        self, params: Sequence[Array], arrays: Sequence[Array], check: Callable[[Array, PyTree], None] = _no_check
     ) -> Terms:
         """Loss, weight, aux and gradients of one device's examples of one microbatch.
 
@@ -87,7 +88,7 @@ class LocalLoss:
         """
         trainable = [i for i, leaf in enumerate(self.spec.leaves.leaves) if leaf.trainable]
 
-        def of(values: list[Array]) -> tuple[Array, tuple[Array | None, Any]]:
+        def of(values: list[Array]) -> tuple[Array, tuple[Array | None, PyTree]]:
             value, weight, aux = self.call(replace_at(params, trainable, values), arrays)
             return value, (weight, aux)
 
@@ -95,7 +96,7 @@ class LocalLoss:
         check(value, aux)
         return Terms(value, weight, aux, grads)
 
-    def check_types(self, value: Array, aux: Any) -> None:
+    def check_types(self, value: Array, aux: PyTree) -> None:
         """Inside a user's `shard_map`: refuses a loss that is reduced already, and aux of which no mean is taken."""
         checks.check_types(CALL, value, aux, self.spec.axes)
 

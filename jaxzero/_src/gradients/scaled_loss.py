@@ -7,14 +7,15 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from .._types import ArrayLike, PyTree
 from .checks import GradOptions
 
 
 def scaled(loss_fn: Callable[..., Any], how: GradOptions) -> Callable[..., Any]:
-    """The loss times a scale, which is one more argument, the last."""
+    """The loss times a scale, which is one more argument: the last."""
 
     @functools.wraps(loss_fn)
-    def times_scale(params: Any, *arguments: Any) -> Any:
+    def times_scale(params: PyTree, *arguments: PyTree) -> PyTree:
         *batch, scale = arguments
         out = loss_fn(params, *batch)
         value, *aux = out if how.has_aux else (out,)
@@ -28,7 +29,7 @@ def scaled(loss_fn: Callable[..., Any], how: GradOptions) -> Callable[..., Any]:
 def with_scale(plain: Callable[..., Any], times_scale: Callable[..., Any], how: GradOptions) -> Callable[..., Any]:
     """`grad_fn(params, *batch, loss_scale=None)`: gradients of the scaled loss, and the loss without the scale."""
 
-    def grad_fn(params: Any, *batch: Any, loss_scale: Any = None) -> Any:
+    def grad_fn(params: PyTree, *batch: PyTree, loss_scale: ArrayLike | None = None) -> PyTree:
         if loss_scale is None:
             return plain(params, *batch)
         if np.shape(loss_scale) or not jnp.issubdtype(jnp.result_type(loss_scale), jnp.floating):

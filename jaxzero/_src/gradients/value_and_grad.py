@@ -42,7 +42,7 @@ def mean_gradient(
     params: Sequence[Array],
     arrays: Sequence[Array],
     watch: Watch = ignore,
-) -> tuple[Any, PyTree]:
+) -> tuple[PyTree, PyTree]:
     """Loss (and aux) and gradients of one call, as users get them; `watch` as for `sharded_gradient`."""
     loss = LocalLoss(loss_fn, how, spec)
     terms = sharded_gradient(loss, params, arrays, watch) if spec.split else whole_gradient(loss, params, arrays)
