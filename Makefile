@@ -1,5 +1,6 @@
 # make train, make test: all that a fresh machine needs is Python (3.11 or newer) and make.
 #   make train ARGS="--stage 1 --optimizer muon"
+#   make quick                     # a minute or two: what compiles little, and a smoke test
 #   make test ARGS="-k layout"
 #   make test PYTHON=python3.12 VENV=.venv312
 
@@ -9,14 +10,23 @@ WORKERS ?= 2
 ARGS ?=
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -q --durations 15
+# Unit tests that compile little, then a smoke test of every stage, view and family of rules.
+QUICK := $(addprefix tests/,sharding jaxpr checkpoint/test_chunks.py fsdp/test_gathers.py fsdp/test_reorder.py \
+  gradients/test_batch.py comm/test_collectives.py analysis/test_table.py analysis/test_hlo.py analysis/test_plan.py \
+  whole/test_messages.py whole/test_helpers.py whole/test_project.py whole/test_smoke.py)
 
-.PHONY: train bench test test-all grid lint docs notebooks clean
+.PHONY: train bench quick test test-all grid lint docs notebooks clean
 
 train: $(VENV)/.examples
 	$(BIN)/python examples/train_gpt.py $(ARGS)
 
 bench: $(VENV)/.examples
 	$(BIN)/python benchmarks/run.py
+
+quick: $(VENV)/.test
+	$(BIN)/ruff check -q .
+	$(BIN)/ruff format --check -q .
+	$(PYTEST) $(QUICK) $(ARGS)
 
 test: $(VENV)/.test
 	$(PYTEST) $(ARGS)
