@@ -26,7 +26,7 @@ from .hierarchical import Hops, gather, inter_node, intra_node, scatter
 Array = jax.Array
 
 
-#: Leaves in a bucket in any case, and into how many buckets more leaves than that are dealt at most.
+#: Leaves in a bucket in any case, and into how many buckets more leaves than that are divided at most.
 MEMBERS, MORE = 256, 8
 #: Bytes of a bucket that holds everything.
 NO_LIMIT = 2**62
@@ -226,9 +226,9 @@ def all_gather(
 
 
 def gather_inter_node(shares: Sequence[Array], layouts: Sequence[Layout], hops: Hops) -> list[Array]:
-    """Shares -> secondary shares, in one collective per hop but the last.
+    """Shares -> node shards, in one collective per hop but the last.
 
-    A secondary share is `1/k` of the whole: all that the `k` devices of a node need of other nodes.
+    A node shard is `1/k` of the whole: all that the `k` devices of a node need of other nodes.
     """
     row = lambda x, layout: x.reshape(1, -1)
     return _joined(
@@ -243,7 +243,7 @@ def gather_inter_node(shares: Sequence[Array], layouts: Sequence[Layout], hops: 
 
 
 def gather_intra_node(node_shards: Sequence[Array], layouts: Sequence[Layout], hops: Hops) -> list[Array]:
-    """The whole logical arrays from secondary shares, in one collective inside the node."""
+    """The whole logical arrays from node shards, in one collective inside the node."""
     return _joined(
         node_shards,
         layouts,
@@ -277,9 +277,11 @@ def all_reduce(
     Returns:
       Arrays of the same shapes, equal on all devices.
     """
-    besides = other_axes or [()] * len(values)
-    layouts = [Layout(x.shape, 1, "flat", other_axes=b) for x, b in zip(values, besides, strict=True)]
-    # XLA on CPU crashes when it folds the sum of a complex constant over devices; so it sees no constant.
+    sharded_too = other_axes or [()] * len(values)
+    layouts = [Layout(x.shape, 1, "flat", other_axes=b) for x, b in zip(values, sharded_too, strict=True)]
+    # XLA on CPU crashes when it folds the sum of a complex constant over devices (seen with jax 0.10.2 and
+    # 0.12.0.1), so it sees none. The barrier can go when this compiles, jitted in a `shard_map`:
+    # `lax.psum(lax.pcast(jnp.full(3, 1 + 2j), axis, to="varying"), axis)`.
     values = [lax.optimization_barrier(x) if jnp.iscomplexobj(x) else x for x in values]
     return _joined(
         values,

@@ -1,4 +1,4 @@
-"""One gather and its transpose in hops: across nodes first, then inside the node.
+"""One gather and its transpose, hop by hop: across nodes first, then inside the node.
 
 A *hop* is an axis name, or several that are gathered in one collective; a tuple of hops goes outer first.
 In the gather each device first fetches the shares of its counterparts in other nodes (one channel per
@@ -33,7 +33,7 @@ def inter_node(x: Array, hops: Hops, axis: int) -> Array:
 
 
 def intra_node(x: Array, hops: Hops, axis: int) -> Array:
-    """The last hop: from the result of `far` to the whole."""
+    """The last hop: from the result of `inter_node` to the whole."""
     last = len(hops) - 1
     before, after = x.shape[:axis], x.shape[axis + last + 1 :]
     x = lax.all_gather(x, hops[-1], axis=axis + last, tiled=True, to="invarying")

@@ -1,4 +1,4 @@
-"""Where parameters, gradients and state stand: born, put in place, gathered, and their specs."""
+"""Parameters, gradients and state on the mesh: stored as options say, gathered, and their specs."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -8,7 +8,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from .._positions import replace_at
 from .._text import path_text
+from .._types import AnyMesh, Path, PyTree
 from ..sharding import axes as sharding_axes
 from ..sharding import checks, host, place, processes
 from ..sharding.axes import Axes
@@ -21,8 +23,8 @@ from . import collectives
 P = PartitionSpec
 
 
-def shard(options: Options, params: Any, call: str = "shard") -> Any:
-    """Every leaf as it rests: replicated over the mesh, or at stage 3 cut."""
+def shard(options: Options, params: PyTree, call: str = "shard") -> PyTree:
+    """Every leaf as it is stored: replicated over the mesh, or at stage 3 cut."""
     outside(options, call)
     axes, _ = resolve_axes(options, call)
     checks.check_params(call, options, params)
@@ -49,7 +51,7 @@ def shard(options: Options, params: Any, call: str = "shard") -> Any:
     return leaves.unflatten(out)
 
 
-def _stored(call: str, options: Options, path: Any, x: Any, layout: Layout, own: Sequence[str]) -> Any:
+def _stored(call: str, options: Options, path: Path, x: Any, layout: Layout, own: Sequence[str]) -> Any:
     if is_split(x) or layout.plain:
         return unwrap(x)
     sharding = getattr(jax.typeof(x) if isinstance(x, jax.core.Tracer) else x, "sharding", None)
@@ -58,7 +60,7 @@ def _stored(call: str, options: Options, path: Any, x: Any, layout: Layout, own:
     return collectives.stored(jnp.asarray(x), layout)
 
 
-def _put(call: str, options: Options, path: Any, x: Any, spec: P, own: Any, kind: str | None = None) -> Any:
+def _put(call: str, options: Options, path: Path, x: Any, spec: P, own: Sequence[str], kind: str | None = None) -> Any:
     """`mesh.place`, and for a traced array on an Auto mesh a constraint: here the placement is the point."""
     if not isinstance(x, jax.core.Tracer):
         return place.place(call, options.mesh, path, x, spec, own, kind)
@@ -68,7 +70,7 @@ def _put(call: str, options: Options, path: Any, x: Any, spec: P, own: Any, kind
     return host.to_host(x) if kind else x
 
 
-def gather(options: Options, tree: Any) -> Any:
+def gather(options: Options, tree: PyTree) -> PyTree:
     """Every leaf whole and replicated; padding is cut off."""
     axes, manual = resolve_axes(options, "gather")
     if manual:
@@ -87,12 +89,12 @@ def gather(options: Options, tree: Any) -> Any:
 
 
 @functools.lru_cache(maxsize=512)
-def _gather_one(mesh_: Any, axes: Axes, layout: Layout) -> Callable[[Any], Any]:
+def _gather_one(mesh: AnyMesh, axes: Axes, layout: Layout) -> Callable[[jax.Array], jax.Array]:
     whole = lambda x: collectives.all_gather([x], [layout], axes.hops, bucket_bytes=None)[0]
-    return jax.jit(open_region(mesh_, axes, whole, layout.spec(axes.shard), partition_spec(layout.other_axes)))
+    return jax.jit(open_region(mesh, axes, whole, layout.spec(axes.shard), partition_spec(layout.other_axes)))
 
 
-def _gather_inside(options: Options, axes: Axes, tree: Any) -> Any:
+def _gather_inside(options: Options, axes: Axes, tree: PyTree) -> Any:
     """Inside a user's `shard_map` only stage 3 says what a plain leaf is: this device's rows."""
     if options.stage < 3:
         raise ValueError(
@@ -109,16 +111,14 @@ def _gather_inside(options: Options, axes: Axes, tree: Any) -> Any:
         axes.hops,
         bucket_bytes=options.bucket_bytes,
     )
-    for i, x in zip(cut, whole, strict=True):
-        out[i] = x
-    return leaves.unflatten(out)
+    return leaves.unflatten(replace_at(out, cut, whole))
 
 
-def specs(options: Options, tree: Any) -> Any:
+def specs(options: Options, tree: PyTree) -> Any:
     """The spec of each array: that of its sharding, or by its stored shape."""
     axes, _ = resolve_axes(options, "specs")
 
-    def spec(path: Any, x: Any) -> Any:
+    def spec(path: Path, x: Any) -> Any:
         if is_split(x):
             layout = _layout("specs", options, path, x, axes, other_axes(options, path, x))
             return EvenSplit(only(layout.spec(axes.shard), axes.every), x.shape)
@@ -138,7 +138,7 @@ def specs(options: Options, tree: Any) -> Any:
     return jax.tree_util.tree_map_with_path(spec, tree, is_leaf=is_split)
 
 
-def _layout(call: str, options: Options, path: Any, x: EvenSplit, axes: Axes, other_axes: OtherAxes) -> Layout:
+def _layout(call: str, options: Options, path: Path, x: EvenSplit, axes: Axes, other_axes: OtherAxes) -> Layout:
     """The layout of an `EvenSplit`; refuses one that was split for another mesh."""
     lead = x.value.ndim - 1 if hasattr(x.value, "ndim") else 0
     layout = even_split(x.shape, axes.n, leading(options.stacked, path) if other_axes else lead, other_axes=other_axes)

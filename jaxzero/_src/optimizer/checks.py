@@ -143,7 +143,7 @@ def local(call: str, body: Any, arrays: Sequence[Any], reduced: bool, no_params:
     axes: Axes = body.axes
     # A gradient that is never cut (a scalar) does not show whether it is reduced; its tree does: beside
     # shares, as value_and_grad gives them, it is the mean.
-    beside_shares = (
+    with_shares = (
         axes.n * axes.r == 1
         or any(body.split_grads)
         and all(
@@ -161,7 +161,7 @@ def local(call: str, body: Any, arrays: Sequence[Any], reduced: bool, no_params:
             )
         if share:
             _share(call, leaf, x, axes)
-        elif reduced or (beside_shares and not set(axes.every) & varying(x)):
+        elif reduced or (with_shares and not set(axes.every) & varying(x)):
             _mean(call, leaf, x, axes)
         else:
             _own(call, leaf, x, axes)

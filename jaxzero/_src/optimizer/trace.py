@@ -1,4 +1,4 @@
-"""The inner optimizer, traced at full, unsharded shapes: nothing in it knows of a mesh."""
+"""The inner optimizer, traced at full, unsharded shapes: its program has no mesh."""
 
 import contextlib
 import dataclasses
@@ -253,7 +253,7 @@ def state_that(
             break
         try:
             candidate = _after(inner, params, candidate, axes)
-        except (TypeError, ValueError):  # it needs more than gradients, so nobody can tell
+        except (TypeError, ValueError):  # it needs more than gradients, so its later state is not known
             break
     return best
 

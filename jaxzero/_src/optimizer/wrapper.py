@@ -280,7 +280,7 @@ def _traced(make: Callable[[], Init | Update]) -> Init | Update:
 def _is_share(leaf: Leaf, x: Any, axes: Axes, manual: bool) -> bool:
     """Whether a gradient comes as a share. In the global view every leaf does that is stored as it is.
 
-    Over one device a share looks like the whole; only one that nobody has reduced varies over replicas.
+    Over one device a share looks like the whole; only one that is not reduced varies over replicas.
     """
     if leaf.layout is None or not leaf.trainable:
         return False
@@ -294,7 +294,7 @@ def _is_share(leaf: Leaf, x: Any, axes: Axes, manual: bool) -> bool:
 
 
 def _reading(x: jax.Array | EvenSplit, leaf: Leaf) -> jax.Array:
-    """The array that stands for a gradient; that of a leaf that passes through is not read."""
+    """The array of a gradient; zero for a leaf that passes through, whose array is not read."""
     return unwrap(x) if leaf.trainable else jnp.zeros(())
 
 

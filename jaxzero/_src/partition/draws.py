@@ -48,7 +48,7 @@ class ShardedDraws:
 
 
 def bits(ctx: Context, eqn: JaxprEqn, ins: list[Value]) -> Results:
-    """`random_bits` as a share, where its shape is one that is born split; else `None`."""
+    """`random_bits` as a share, where its shape is one of `sharded_draws`; else `None`."""
     (keys,) = ctx.whole(ins)
     layout = ctx.sharded_draws.layout(aval(eqn.outvars[0]).shape)
     plain = jax.config.jax_threefry_partitionable and str(jax.random.key_impl(keys)) == "threefry2x32"  # type: ignore[attr-defined]

@@ -18,11 +18,11 @@ from .values import Context, LazyBroadcast, Partial, Results, Split, Value
 
 
 def is_elementwise(eqn: JaxprEqn) -> bool:
-    """Whether an equation maps elements to elements, by JAX's own word.
+    """Whether an equation maps elements to elements, as `vmap` of its primitive shows.
 
     `vmap` of the primitive on scalars is by definition the elementwise map. Where that is one equation
     of the same primitive with the same parameters, the primitive *is* the elementwise map. No list of
-    names, so primitives of later JAX versions are known too. An operand that is a scalar beside arrays is
+    names, so primitives of later JAX versions are known too. Where other operands are arrays, a scalar is
     not mapped: `clamp` uses the same bound for each element, but `random_gamma` not the same key.
     """
     if eqn.effects or not eqn.invars or eqn.primitive.name == p.BARRIER:
@@ -117,7 +117,7 @@ _UNARY = {p.NEG, p.REAL, p.IMAG, p.COPY, p.RESHAPE, p.SQUEEZE, p.TRANSPOSE}
 
 
 def on_partials(ctx: Context, eqn: JaxprEqn, ins: list[Value]) -> Results:
-    """Linear equations keep a sum partial, so that it crosses devices once, as late as possible."""
+    """Linear equations keep a sum partial, so that it is reduced once, as late as possible."""
     if not eqn.outvars:  # a print
         return None
     name = eqn.primitive.name

@@ -131,7 +131,11 @@ def _recorded(ctx: Context, eqn: JaxprEqn, values: list[Split | Partial]) -> lis
 
 
 def _bound_as_it_is(ins: Sequence[Value]) -> bool:
-    """Whether an inner program may be bound: its results would be typed as whole for varying operands too."""
+    """Whether an inner program may be bound: of varying operands its results would be typed as whole all the same.
+
+    Seen with jax 0.10.2 and 0.12.0.1. It can go when a `scan`, traced outside a manual region and bound inside on a
+    varying operand, gives a result that `vma.varying` says varies.
+    """
     return all(not isinstance(x, (Split, Partial, LazyBroadcast)) and not varying(x) for x in ins)
 
 

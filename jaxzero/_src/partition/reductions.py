@@ -67,7 +67,7 @@ def _rows(ctx: Context, eqn: JaxprEqn, x: Split, axes: tuple[int, ...], how: str
 
 
 def _without(layout: Layout, axes: tuple[int, ...]) -> Layout:
-    """The layout once dimensions beside the cut one are gone."""
+    """The layout without some dimensions other than the cut one."""
     kept = [d for d in range(len(layout.shape)) if d not in axes]
     return layout.rows(tuple(layout.shape[d] for d in kept), kept.index(layout.lead), kept)
 
@@ -102,7 +102,7 @@ def _longest_run(shape: Shape, axes: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(max(runs, key=lambda run: math.prod(shape[a] for a in run)))
 
 
-def _window(ctx: Context, x: Split, width: int, fill: float) -> tuple[Array, Array]:
+def _whole_rows(ctx: Context, x: Split, width: int, fill: float) -> tuple[Array, Array]:
     """The share laid into whole rows of `width`: (`[rows, width]`, the number of its first row)."""
     k, layout = x.layout.length, x.layout
     rows = -(-k // width) + 1
@@ -117,10 +117,10 @@ def _window(ctx: Context, x: Split, width: int, fill: float) -> tuple[Array, Arr
 
 
 def _between(ctx: Context, eqn: JaxprEqn, x: Split, axes: tuple[int, ...], how: str, fill: float) -> Array:
-    """Over dimensions that follow others: each device knows its own blocks, and two of them in part."""
+    """Over dimensions that follow others: each device has its own blocks, and two of them in part."""
     shape, first, last = x.layout.shape, axes[0], axes[-1] + 1
     reduced, after = math.prod(shape[first:last]), math.prod(shape[last:])
-    window, row = _window(ctx, x, reduced * after, fill)
+    window, row = _whole_rows(ctx, x, reduced * after, fill)
     (mine,) = bind(eqn, [window.reshape(-1, reduced, after)], axes=(1,))
     count = math.prod(shape[:first])
     out = cast(lax.full((count + mine.shape[0], after), fill, mine.dtype), varying(mine))
@@ -131,7 +131,7 @@ def _between(ctx: Context, eqn: JaxprEqn, x: Split, axes: tuple[int, ...], how: 
 def _leading(ctx: Context, eqn: JaxprEqn, x: Split, axes: tuple[int, ...], how: str, fill: float) -> Array:
     """Over the first dimensions: each device adds up the rows that it has."""
     shape, count = x.layout.shape, len(axes)
-    window, _ = _window(ctx, x, math.prod(shape[count:]), fill)
+    window, _ = _whole_rows(ctx, x, math.prod(shape[count:]), fill)
     (mine,) = bind(eqn, [window], axes=(0,))
     return mine.reshape(shape[count:])
 

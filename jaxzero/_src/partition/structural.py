@@ -54,7 +54,7 @@ def reshape(ctx: Context, eqn: JaxprEqn, ins: list[Value]) -> Results:
 
 
 def broadcast_in_dim(ctx: Context, eqn: JaxprEqn, ins: list[Value]) -> Results:
-    """New dimensions, or dimensions of size 1 repeated, beside the cut one."""
+    """New dimensions, or dimensions of size 1 repeated, other than the cut one."""
     x, shape = ins[0], aval(eqn.outvars[0]).shape
     if len(ins) > 1 or not isinstance(x, Split):
         return None

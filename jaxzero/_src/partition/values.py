@@ -286,9 +286,9 @@ _REDUCE = {"sum": lax.psum, "max": lax.pmax, "min": lax.pmin}
 
 
 def _sent(x: Partial) -> list[Array]:
-    """What crosses devices for a term. Booleans have no maximum there, and a maximum there drops NaN.
+    """The arrays that a term sends. Devices have no maximum of booleans, and their maximum drops NaN.
 
-    So beside a floating maximum or minimum travels whether this device has a NaN.
+    So a floating maximum or minimum sends a second array: whether this device has a NaN.
     """
     if x.dtype == np.bool_:
         return [x.local.astype(np.int8)]
@@ -299,7 +299,7 @@ def _sent(x: Partial) -> list[Array]:
 
 
 def _received(x: Partial, parts: list[Array]) -> Array:
-    """The value from what crossed."""
+    """The value from the reduced arrays."""
     if len(parts) == 1:
         return parts[0].astype(x.dtype)
     value, flag = parts
