@@ -14,7 +14,7 @@ from .primitives import CALLS as CALLS
 T = TypeVar("T")
 
 
-def called_program(eqn: JaxprEqn) -> tuple[Jaxpr, list[Any]] | None:
+def called_program(eqn: JaxprEqn) -> tuple[Jaxpr, list[jax.Array]] | None:
     """The program that an equation only calls, as (jaxpr, constants); `None` if the equation does more."""
     key = CALLS.get(eqn.primitive.name)
     return None if key is None else open_program(eqn.params[key])

@@ -21,7 +21,7 @@ def bind_params(eqn: JaxprEqn) -> tuple[list[Any], dict[str, Any]]:
     return params if isinstance(params, tuple) else ([], params)
 
 
-def open_program(program: Any) -> tuple[Jaxpr, list[Any]]:
+def open_program(program: Any) -> tuple[Jaxpr, list[jax.Array]]:
     """An inner program as (jaxpr, constants).
 
     In 0.10 a closed and an open program are two classes, in 0.12 one; only the closed kind has

@@ -70,7 +70,7 @@ class Flat:
     outs: list[Atom]
 
 
-def flatten(jaxpr: AnyJaxpr, consts: Sequence[Any] | None = None) -> Flat:
+def flatten(jaxpr: AnyJaxpr, consts: Sequence[jax.Array] | None = None) -> Flat:
     """The steps of a program that its results need.
 
     Args:
@@ -122,7 +122,7 @@ class _Writer:
         self,
         eqn: JaxprEqn,
         inner: AnyJaxpr,
-        consts: Sequence[Any],
+        consts: Sequence[jax.Array],
         ins: list[Atom],
         env: dict[JaxprVar, Atom],
         region: int | None,
@@ -179,7 +179,7 @@ def _needed(flat: Flat) -> Flat:
     return Flat(flat.inputs, kept, flat.outs)
 
 
-def inlined(jaxpr: AnyJaxpr, consts: Sequence[Any]) -> tuple[list[JaxprEqn], list[Any], dict[Var, Any]]:
+def inlined(jaxpr: AnyJaxpr, consts: Sequence[jax.Array]) -> tuple[list[JaxprEqn], list[Any], dict[Var, jax.Array]]:
     """A program whose calls are written out: a jitted function of a tree would make all leaves depend on each other.
 
     Args:
@@ -190,9 +190,9 @@ def inlined(jaxpr: AnyJaxpr, consts: Sequence[Any]) -> tuple[list[JaxprEqn], lis
       Its equations and its results, over the program's own inputs and new variables; constants by variable.
     """
     eqns: list[JaxprEqn] = []
-    known: dict[Var, Any] = {}
+    known: dict[Var, jax.Array] = {}
 
-    def write(program: AnyJaxpr, constants: Sequence[Any], env: dict[Any, Any]) -> list[Any]:
+    def write(program: AnyJaxpr, constants: Sequence[jax.Array], env: dict[Any, Any]) -> list[Any]:
         held = [Var(aval(v)) for v in program.constvars]
         known.update(zip(held, constants, strict=True))
         env.update(zip(program.constvars, held, strict=True))

@@ -1,6 +1,7 @@
 """What is refused at once: gradients and state that do not fit, each by leaf path, with the fix."""
 
 import dataclasses
+import types
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,13 +11,14 @@ import optax
 from jax.sharding import NamedSharding
 
 from .._text import path_text
+from .._types import ArrayLike, Path, PyTree
 from ..sharding.axes import Axes
-from ..sharding.layout import is_split
+from ..sharding.layout import EvenSplit, Shape, is_split
 from ..sharding.leaves import Leaf, Leaves, StateLeaf, shape_dtype
 from ..sharding.vma import varying
 
 
-def same_leaves(call: str, grads: Any, params: Any) -> None:
+def same_leaves(call: str, grads: PyTree, params: PyTree) -> None:
     """Refuses gradients that lack a leaf, or have `None` for an array.
 
     Trees of different structure are legal where the gradients' paths are the ends of parameters'
@@ -52,7 +54,7 @@ def same_leaves(call: str, grads: Any, params: Any) -> None:
         )
 
 
-def split_leaf(call: str, path: Any, x: Any) -> None:
+def split_leaf(call: str, path: Path, x: ArrayLike | EvenSplit) -> None:
     """Refuses an `EvenSplit` that holds no array: somebody masked inside a split leaf."""
     if is_split(x) and not hasattr(x.value, "dtype"):
         masked = isinstance(x.value, optax.MaskedNode)
@@ -63,7 +65,9 @@ def split_leaf(call: str, path: Any, x: Any) -> None:
         )
 
 
-def gradients(call: str, grads: Leaves, arrays: Sequence[Any], params: Leaves, manual: bool) -> Leaves:
+def gradients(
+    call: str, grads: Leaves, arrays: Sequence[ArrayLike | EvenSplit], params: Leaves, manual: bool
+) -> Leaves:
     """The gradients with the parameters' logical shapes and layouts; refuses those of other shapes."""
     by_path = {leaf.path: leaf for leaf in params.leaves}
     out = []
@@ -113,7 +117,7 @@ def _ending(leaf: Leaf, params: Leaves) -> Leaf:
 RESHARD = "params = zero.shard(params) with this Zero; if another one has split them, zero.gather with that one first."
 
 
-def stored_shape(call: str, what: str, path: Any, shape: Any, wanted: Any, n: int) -> None:
+def stored_shape(call: str, what: str, path: Path, shape: Shape, wanted: Shape, n: int) -> None:
     """Refuses a stored array of another length: it was split for another number of devices."""
     if tuple(shape) != tuple(wanted):
         fix = RESHARD if what == "parameter" else "use the Zero that made it, or start from tx.init(params)."
@@ -124,7 +128,7 @@ def stored_shape(call: str, what: str, path: Any, shape: Any, wanted: Any, n: in
         )
 
 
-def state_arrays(call: str, arrays: Sequence[Any], leaves: Sequence[StateLeaf], axes: Axes) -> None:
+def state_arrays(call: str, arrays: Sequence[jax.Array], leaves: Sequence[StateLeaf], axes: Axes) -> None:
     """Refuses state of another layout where lengths or concrete arrays show it."""
     for x, leaf in zip(arrays, leaves, strict=True):
         stored_shape(call, "state", leaf.path, np.shape(x), leaf.stored_shape, axes.n)
@@ -174,7 +178,7 @@ def local(call: str, body: Any, arrays: Sequence[Any], reduced: bool, no_params:
     whole(call, "an array that the optimizer or an extra argument closes over", consts, axes)
 
 
-def _own(call: str, leaf: Leaf, x: Any, axes: Axes) -> None:
+def _own(call: str, leaf: Leaf, x: jax.Array, axes: Axes) -> None:
     missing = [a for a in axes.every if a not in varying(x)]
     if missing:
         raise ValueError(
@@ -186,7 +190,7 @@ def _own(call: str, leaf: Leaf, x: Any, axes: Axes) -> None:
         )
 
 
-def _mean(call: str, leaf: Leaf, x: Any, axes: Axes) -> None:
+def _mean(call: str, leaf: Leaf, x: jax.Array, axes: Axes) -> None:
     over = sorted(set(axes.every) & varying(x))
     if over:
         raise ValueError(
@@ -195,7 +199,7 @@ def _mean(call: str, leaf: Leaf, x: Any, axes: Axes) -> None:
         )
 
 
-def _share(call: str, leaf: Leaf, x: Any, axes: Axes) -> None:
+def _share(call: str, leaf: Leaf, x: jax.Array, axes: Axes) -> None:
     over = sorted(set(axes.replica) & varying(x))
     if over:
         raise ValueError(
@@ -205,7 +209,7 @@ def _share(call: str, leaf: Leaf, x: Any, axes: Axes) -> None:
         )
 
 
-def whole(call: str, name: str, values: Sequence[Any], axes: Axes) -> None:
+def whole(call: str, name: str, values: Sequence[jax.Array], axes: Axes) -> None:
     """Inside `shard_map`: refuses values that differ between devices where one is expected."""
     for x in values:
         over = sorted(set(axes.every) & varying(x))
@@ -230,7 +234,7 @@ def closures(call: str, extra: Mapping[str, Any], axes: Axes) -> None:
         whole(call, f"a value that {name} closes over", tracers, axes)
 
 
-def _filled(cell: Any) -> bool:
+def _filled(cell: types.CellType) -> bool:
     try:
         cell.cell_contents  # noqa: B018 - raises where the variable has no value yet
     except ValueError:

@@ -13,6 +13,7 @@ import numpy as np
 import optax
 
 from .._text import path_text
+from .._types import ArrayLike, PyTree
 from . import checks
 from .trace import accepted
 from .wrapper import ShardedOptimizer
@@ -31,10 +32,10 @@ class DynamicLossScaleState(NamedTuple):
       inner_state: The state of the inner optimizer; a skipped step leaves it as it was.
     """
 
-    loss_scale: Any
-    good_steps: Any
-    skipped_steps: Any
-    inner_state: Any
+    loss_scale: jax.Array
+    good_steps: jax.Array
+    skipped_steps: jax.Array
+    inner_state: PyTree
 
 
 def dynamic_loss_scale(
@@ -101,11 +102,13 @@ def dynamic_loss_scale(
     checks.inner_optimizer(inner, ShardedOptimizer, "dynamic_loss_scale")
     _check(initial_scale, growth_interval, growth_factor, backoff_factor, min_scale)
 
-    def init(params: Any) -> DynamicLossScaleState:
+    def init(params: PyTree) -> DynamicLossScaleState:
         zero = lambda: jnp.zeros((), jnp.int32)  # no array twice: the state may be donated
         return DynamicLossScaleState(jnp.float32(initial_scale), zero(), zero(), inner.init(params))
 
-    def update(grads: Any, state: DynamicLossScaleState, params: Any = None, **extra: Any) -> Any:
+    def update(
+        grads: PyTree, state: DynamicLossScaleState, params: PyTree = None, **extra: Any
+    ) -> tuple[PyTree, DynamicLossScaleState]:
         scale, finite = state.loss_scale, all_finite(grads)
         updates, inner_state = inner.update(
             unscaled(grads, scale, finite), state.inner_state, params, **accepted(inner, extra)
@@ -127,27 +130,27 @@ def dynamic_loss_scale(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def all_finite(grads: Any) -> Any:
+def all_finite(grads: PyTree) -> jax.Array:
     """Whether no element is infinite or NaN."""
     found = [jnp.all(jnp.isfinite(x)).reshape(1) for x in jax.tree.leaves(grads) if _floating(x)]
     return jnp.all(jax.lax.concatenate([jnp.ones(1, bool), *found], 0))  # in one: `jnp.stack` makes many of many
 
 
-def unscaled(grads: Any, scale: Any, finite: Any) -> Any:
+def unscaled(grads: PyTree, scale: jax.Array, finite: jax.Array) -> PyTree:
     """The gradients without the scale; zeros where the step is skipped, so that `inner` meets no NaN."""
 
-    def divided(g: Any) -> Any:
+    def divided(g: jax.Array) -> jax.Array:
         g = g.astype(jnp.promote_types(g.dtype, jnp.float32)) / scale
         return jnp.where(finite, g, jnp.zeros_like(g))
 
     return jax.tree.map(lambda g: divided(g) if _floating(g) else g, grads)
 
 
-def _floating(x: Any) -> bool:
+def _floating(x: ArrayLike) -> bool:
     return bool(jnp.issubdtype(jnp.result_type(x), jnp.inexact))
 
 
-def _choose(finite: Any, new: Any, old: Any) -> Any:
+def _choose(finite: jax.Array, new: ArrayLike, old: ArrayLike) -> jax.Array:
     """The new state or the old, in the dtype of the old: gradients are wider here than `inner` may expect."""
     dtype = jnp.result_type(old)
     if jnp.issubdtype(dtype, jax.dtypes.prng_key):
@@ -155,7 +158,7 @@ def _choose(finite: Any, new: Any, old: Any) -> Any:
     return jnp.where(finite, jnp.asarray(new).astype(dtype), old)
 
 
-def _check_structure(old: Any, new: Any) -> None:
+def _check_structure(old: PyTree, new: PyTree) -> None:
     before: Any = jax.tree.structure(old)
     if before != jax.tree.structure(new):
         names = lambda tree: {path_text(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)}
@@ -167,7 +170,9 @@ def _check_structure(old: Any, new: Any) -> None:
         )
 
 
-def _check(initial_scale: Any, growth_interval: Any, growth_factor: Any, backoff_factor: Any, min_scale: Any) -> None:
+def _check(
+    initial_scale: float, growth_interval: int, growth_factor: float, backoff_factor: float, min_scale: float
+) -> None:
     number = lambda x: isinstance(x, (int, float, np.number)) and not isinstance(x, bool) and np.isfinite(x)
     ranges = {
         "initial_scale": (initial_scale, lambda x: _LEAST <= x <= _MOST, "a positive number that float32 holds"),
@@ -181,6 +186,3 @@ def _check(initial_scale: Any, growth_interval: Any, growth_factor: Any, backoff
             raise ValueError(
                 f"dynamic_loss_scale: {name}={value!r}. Expected {expected}. Fix: leave it out for the default."
             )
-
-
-# --- the loss ------------------------------------------------------------------------------------

@@ -8,8 +8,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
+from jax.typing import DTypeLike
 
+from .._types import ArrayLike, PyTree
 from . import checks
 from .trace import accepted
 from .wrapper import ShardedOptimizer
@@ -24,12 +27,12 @@ class MasterWeightsState(NamedTuple):
       inner_state: The state of the inner optimizer, of the wide parameters.
     """
 
-    master: Any
-    inner_state: Any
+    master: PyTree
+    inner_state: PyTree
 
 
 def master_weights(
-    inner: optax.GradientTransformation, dtype: Any = jnp.float32
+    inner: optax.GradientTransformation, dtype: DTypeLike = jnp.float32
 ) -> optax.GradientTransformationExtraArgs:
     """Keeps a wide copy of low-precision parameters in the state, and lets `inner` see and update that copy.
 
@@ -77,11 +80,13 @@ def master_weights(
     wide = _wide(dtype)
     checks.inner_optimizer(inner, ShardedOptimizer, "master_weights")
 
-    def init(params: Any) -> MasterWeightsState:
+    def init(params: PyTree) -> MasterWeightsState:
         master = jax.tree.map(lambda p: p.astype(wide) if _narrow(p, wide) else optax.MaskedNode(), params)
         return MasterWeightsState(master, inner.init(_seen(params, master)))
 
-    def update(grads: Any, state: MasterWeightsState, params: Any = None, **extra: Any) -> Any:
+    def update(
+        grads: PyTree, state: MasterWeightsState, params: PyTree = None, **extra: Any
+    ) -> tuple[PyTree, MasterWeightsState]:
         if params is None:
             raise ValueError(
                 "master_weights: update was called without params. Expected the current parameters, to which the "
@@ -100,7 +105,7 @@ def master_weights(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _seen(params: Any, master: Any) -> Any:
+def _seen(params: PyTree, master: PyTree) -> PyTree:
     """The parameters as the inner optimizer sees them."""
     return jax.tree.map(lambda p, m: p if _none(m) else m, params, master)
 
@@ -109,12 +114,12 @@ def _none(x: Any) -> bool:
     return isinstance(x, optax.MaskedNode)
 
 
-def _narrow(p: Any, wide: Any) -> bool:
+def _narrow(p: ArrayLike, wide: np.dtype) -> bool:
     dtype = jnp.result_type(p)
     return bool(jnp.issubdtype(dtype, jnp.floating)) and dtype.itemsize < wide.itemsize
 
 
-def _wide(dtype: Any) -> Any:
+def _wide(dtype: DTypeLike) -> np.dtype:
     try:
         found = jnp.dtype(dtype)
         fits = dtype is not None and bool(jnp.issubdtype(found, jnp.floating)) and found.itemsize >= 4

@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 from jax import lax
+from jax.extend.core import Var
 
 from ..jaxpr.compat import Literal, literal_value
 from ..jaxpr.flat import inlined
@@ -110,9 +111,9 @@ class _Cutter:
 
     def __init__(self, jaxpr: AnyJaxpr, held: set[int]) -> None:
         self.jaxpr, self.held = jaxpr, held
-        self.positions: dict[Any, int] = {v: i for i, v in enumerate(jaxpr.invars)}
+        self.positions = {v: i for i, v in enumerate(jaxpr.invars)}
         self.maker = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
-        self.readers: dict[Any, list[int]] = {}
+        self.readers: dict[Var, list[int]] = {}
         for i, eqn in enumerate(jaxpr.eqns):
             for v in variables(eqn.invars):
                 self.readers.setdefault(v, []).append(i)
@@ -137,10 +138,10 @@ class _Cutter:
         self.loaded.update(loads)
         return Segment(JaxprPart([], invars, [*outvars], eqns), loads, results)
 
-    def _not_made(self, results: Iterable[Any]) -> list[int]:
+    def _not_made(self, results: Iterable[Var]) -> list[int]:
         """The numbers of the equations that results need and that no segment before has, in order."""
 
-        def reads(v: Any) -> list[Any]:
+        def reads(v: Var) -> list[Var]:
             i = self.maker.get(v)
             return [] if i is None or i in self.made else variables(self.jaxpr.eqns[i].invars)
 
@@ -198,13 +199,13 @@ def flat(jaxpr: AnyJaxpr, consts: Sequence[jax.Array]) -> tuple[JaxprPart, dict[
     return JaxprPart(variables_, jaxpr.invars, outs, eqns), dict(known)
 
 
-def _mask(needs: dict[Any, int], atom: Any) -> int:
+def _mask(needs: dict[Var, int], atom: Var | Literal) -> int:
     return 0 if isinstance(atom, Literal) else needs.get(atom, 0)
 
 
-def _needs(jaxpr: AnyJaxpr, held: Sequence[int]) -> dict[Any, int]:
+def _needs(jaxpr: AnyJaxpr, held: Sequence[int]) -> dict[Var, int]:
     """Which held inputs each variable depends on, as the bits of a number."""
-    needs: dict[Any, int] = {jaxpr.invars[position]: 1 << i for i, position in enumerate(held)}
+    needs = {jaxpr.invars[position]: 1 << i for i, position in enumerate(held)}
     for eqn in jaxpr.eqns:
         mask = 0
         for v in eqn.invars:

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -161,7 +162,8 @@ class Update:
 
         inputs = traced.inputs(mean, held_state, held_params, extra)
         out = evaluate_by_group(ctx, traced.program.jaxpr, consts, inputs, self._leaf_groups(), store)
-        return traced.results([out.get(i) for i in range(len(layouts))])
+        stored: list[Any] = [out.get(i) for i in range(len(layouts))]  # none for leaves that pass through
+        return traced.results(stored)
 
     def _leaf_groups(self) -> list[LeafGroup]:
         """The state of each parameter with the parameter, in tree order; small ones joined."""

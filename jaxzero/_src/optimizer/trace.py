@@ -4,26 +4,34 @@ import contextlib
 import dataclasses
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import jax
 import optax
+from jax.tree_util import PyTreeDef
 
 from .._text import path_text
+from .._types import PyTree
 from ..jaxpr.trace import Program, trace
 from ..sharding.axes import Axes
-from ..sharding.layout import is_split
+from ..sharding.layout import EvenSplit, is_split
 from ..sharding.leaves import Leaf, Leaves, StateLeaf, leaves_of, owner, shape_dtype, state_leaves
 from . import checks
 
-#: How often the structure of optimizer state may grow before it has the one it keeps.
+T = TypeVar("T")
+#: A leaf of parameters, gradients or trees like them, as it is stored.
+StoredLeaf = jax.Array | EvenSplit
+#: The inputs of a trace, flat.
+Avals = Sequence[jax.Array]
+
+#: How often the structure of optimizer state may grow before it has its final one.
 _GROWTHS = 3
 
 
 @dataclasses.dataclass(frozen=True)
 class Extra:
-    """The extra arguments of one `update`, sorted by how they travel.
+    """The extra arguments of one `update`, sorted by how they are passed on.
 
     Attributes:
       static: Callables, strings, Python scalars: closed over as they are.
@@ -33,9 +41,9 @@ class Extra:
 
     static: Mapping[str, Any]
     trees: Mapping[str, Leaves]
-    arrays: Mapping[str, tuple[Any, tuple[jax.ShapeDtypeStruct, ...]]]
+    arrays: Mapping[str, tuple[PyTreeDef, tuple[jax.ShapeDtypeStruct, ...]]]
 
-    def key(self) -> Any:
+    def key(self) -> tuple[tuple[str, Any], ...]:
         """What a traced update depends on."""
         return tuple((k, v) for part in (self.static, self.trees, self.arrays) for k, v in part.items())
 
@@ -44,7 +52,7 @@ class Extra:
         out = [a for leaves in self.trees.values() for a in leaves.trace_avals()]
         return out + [a for _, avals in self.arrays.values() for a in avals]
 
-    def rebuild(self, flat: list[Any]) -> dict[str, Any]:
+    def rebuild(self, flat: Sequence[jax.Array]) -> dict[str, Any]:
         """The keyword arguments from their flat leaves."""
         out, rest = dict(self.static), iter(flat)
         for name, leaves in self.trees.items():
@@ -70,15 +78,15 @@ def accepted(inner: optax.GradientTransformation, extra: Mapping[str, Any]) -> d
 
 def sort_extra(
     inner: optax.GradientTransformation, extra: Mapping[str, Any], like: Leaves, call: str, manual: bool
-) -> tuple[Extra, list[Any], list[Any]]:
+) -> tuple[Extra, list[StoredLeaf], list[jax.Array]]:
     """Sorts the extra arguments of `update`.
 
     Returns:
       The `Extra`, the leaves of its trees, and the leaves of its arrays.
     """
     sorted_ = Extra({}, {}, {})
-    trees: list[Any] = []
-    arrays: list[Any] = []
+    trees: list[StoredLeaf] = []
+    arrays: list[jax.Array] = []
     for name, value in accepted(inner, extra).items():
         flat, tree = jax.tree.flatten(value, is_leaf=is_split)
         if not flat or not all(hasattr(x, "dtype") and hasattr(x, "shape") for x in flat):
@@ -116,7 +124,7 @@ def naming_missing_extra(call: str, fix: str) -> Iterator[None]:
         ) from error
 
 
-def _fits(x: Any, leaf: Leaf, manual: bool) -> bool:
+def _fits(x: StoredLeaf, leaf: Leaf, manual: bool) -> bool:
     """Whether an array can be this parameter's gradient, whole or (inside `shard_map`) its share."""
     shape = shape_dtype(x)[0]
     return shape == leaf.shape or (manual and leaf.layout is not None and shape == leaf.layout.local_shape)
@@ -145,7 +153,7 @@ class UpdateProgram:
     state: list[StateLeaf]
     new: Leaves
     new_state: list[StateLeaf]
-    new_state_tree: Any
+    new_state_tree: PyTreeDef
     adds: bool
 
     @property
@@ -158,11 +166,11 @@ class UpdateProgram:
         """The leaves of new state that are evaluated; the others stay as they were."""
         return [leaf for leaf in self.new_state if not leaf.frozen]
 
-    def inputs(self, grads: list[Any], state: list[Any], params: list[Any], extra: list[Any]) -> Any:
+    def inputs(self, grads: Sequence[T], state: Sequence[T], params: Sequence[T], extra: Sequence[T]) -> list[T]:
         """The program's arguments; `grads` holds the gradients, then trees like them."""
         return [*grads[: self.grads], *state, *params, *grads[self.grads :], *extra]
 
-    def results(self, out: list[Any]) -> tuple[list[Any], list[Any]]:
+    def results(self, out: Sequence[T]) -> tuple[list[T], list[T]]:
         """The program's results that are kept: `moving` and `changing`."""
         count = len(self.new.leaves)
         new = [x for x, leaf in zip(out[:count], self.new.leaves, strict=True) if leaf.trainable]
@@ -173,7 +181,7 @@ class UpdateProgram:
 def trace_update(
     inner: optax.GradientTransformation,
     grads: Leaves,
-    state: Any,
+    state: PyTree,
     params: Leaves | None,
     extra: Extra,
     axes: Axes,
@@ -195,17 +203,17 @@ def trace_update(
     """
     like = params or grads
 
-    def step(g: Any, s: Any, p: Any, e: Any) -> Any:
+    def step(g: Avals, s: PyTree, p: Avals, e: Avals) -> tuple[PyTree, PyTree]:
         plain = None if params is None else params.unflatten(p)
         updates, new_state = inner.update(grads.unflatten(g), s, plain, **extra.rebuild(e))
         return (optax.apply_updates(plain, updates) if add else updates), new_state
 
-    def run(s: Any) -> Program:
+    def program_of(s: PyTree) -> Program:
         given = [] if params is None else params.trace_avals()
         return trace(step, grads.trace_avals(), s, given, extra.avals(), axis_env=_env(axes))
 
-    abstract = _logical(state, trace_init(inner, like, axes).out, lambda s: run(s).out[1])
-    program = run(abstract)
+    abstract = _logical(state, trace_init(inner, like, axes).out, lambda s: program_of(s).out[1])
+    program = program_of(abstract)
     new, new_state = program.out
     return UpdateProgram(
         program,
@@ -218,7 +226,7 @@ def trace_update(
     )
 
 
-def _logical(state: Any, initial: Any, grow: Callable[[Any], Any]) -> Any:
+def _logical(state: PyTree, initial: PyTree, grow: Callable[[PyTree], PyTree]) -> PyTree:
     """The given state at logical shapes: those of `inner.init`, or of a later step where it grew."""
     tree: Any = jax.tree.structure(state)
     candidate = initial
@@ -237,14 +245,14 @@ def _logical(state: Any, initial: Any, grow: Callable[[Any], Any]) -> Any:
     )
 
 
-def logical_state(inner: optax.GradientTransformation, params: Leaves, state: Any, axes: Axes) -> Any:
+def logical_state(inner: optax.GradientTransformation, params: Leaves, state: PyTree, axes: Axes) -> PyTree:
     """The given state at logical shapes; only its structure and dtypes are read."""
     return _logical(state, trace_init(inner, params, axes).out, lambda s: _after(inner, params, s, axes))
 
 
 def state_that(
-    inner: optax.GradientTransformation, params: Leaves, axes: Axes, fitting: Callable[[Any], int], enough: int
-) -> Any:
+    inner: optax.GradientTransformation, params: Leaves, axes: Axes, fitting: Callable[[PyTree], int], enough: int
+) -> PyTree:
     """The abstract state, of `init` or of a later step where it grew or changed dtypes, of which most leaves fit."""
     best = candidate = trace_init(inner, params, axes).out
     for _ in range(_GROWTHS):
@@ -258,12 +266,12 @@ def state_that(
     return best
 
 
-def _after(inner: optax.GradientTransformation, params: Leaves, state: Any, axes: Axes) -> Any:
+def _after(inner: optax.GradientTransformation, params: Leaves, state: PyTree, axes: Axes) -> PyTree:
     """The state after one update by gradients like the parameters."""
     return trace_update(inner, params, state, params, Extra({}, {}, {}), axes, False).program.out[1]
 
 
-def _belonging(tree: Any, like: Leaves) -> Leaves:
+def _belonging(tree: PyTree, like: Leaves) -> Leaves:
     """The leaves of the updates, each cut like the parameter that it belongs to."""
     by_path = {leaf.path: leaf for leaf in like.leaves}
     out = []

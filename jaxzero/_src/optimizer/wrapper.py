@@ -21,7 +21,7 @@ from ..sharding.leaves import Leaf, Leaves, is_key, skipping, state_leaves, unwr
 from ..sharding.options import Options, param_leaves, require_observed, resolve_axes
 from . import checks, split_regions
 from .step import Arrays, Init, Update
-from .trace import Extra, sort_extra, trace_init, trace_update
+from .trace import Extra, StoredLeaf, sort_extra, trace_init, trace_update
 
 #: Set while an inner optimizer is traced: another wrapped one inside it is refused.
 _tracing: contextvars.ContextVar[bool] = contextvars.ContextVar("tracing", default=False)
@@ -107,9 +107,9 @@ class _Given:
     leaves: tuple[Leaf, ...]
     split: tuple[bool, ...]
     split_params: tuple[bool, ...]
-    grad_arrays: list[Any]
-    param_arrays: list[Any]
-    extra_arrays: list[Any]
+    grad_arrays: list[StoredLeaf]
+    param_arrays: list[StoredLeaf]
+    extra_arrays: list[jax.Array]
     state: PyTree
 
     def key(self) -> tuple[Hashable, ...]:
@@ -143,13 +143,13 @@ class Calls:
         step = cached.step
         assert isinstance(step, Init)
         tree = jax.tree.structure(step.program.out)
-        arrays = [unwrap(x) for x in arrays]
-        if any(isinstance(x, jax.ShapeDtypeStruct) for x in arrays) and not manual:
+        stored = [unwrap(x) for x in arrays]
+        if any(isinstance(x, jax.ShapeDtypeStruct) for x in stored) and not manual:
             return jax.tree.unflatten(tree, self._abstract_state(step))
         if manual:
-            return jax.tree.unflatten(tree, step(arrays, step.program.consts))
+            return jax.tree.unflatten(tree, step(stored, step.program.consts))
         paths = [leaf.path for leaf in leaves.leaves]
-        return jax.tree.unflatten(tree, self._in_regions("init", cached, [paths, None], [arrays, step.program.consts]))
+        return jax.tree.unflatten(tree, self._in_regions("init", cached, [paths, None], [stored, step.program.consts]))
 
     def update(self, grads: PyTree, state: PyTree, params: PyTree, extra: dict[str, Any]) -> tuple[PyTree, PyTree]:
         """Updates and new state."""
@@ -167,7 +167,7 @@ class Calls:
         axes, manual = resolve_axes(self.options, call)
         g, g_arrays = optimizer_leaves(self.options, call, grads, axes)
         p: Leaves | None = None
-        p_arrays: list[Any] = []
+        p_arrays: list[StoredLeaf] = []
         if params is not None:
             p, p_arrays = optimizer_leaves(self.options, call, params, axes, manual and self.options.stage == 3)
             checks.same_leaves(call, grads, params)
@@ -204,7 +204,7 @@ class Calls:
         known = () if params is None else params.leaves
         return Update(self.options, given.axes, traced, given.leaves, given.split, local, known, given.split_params)
 
-    def _split_params(self, call: str, leaves: Leaves, arrays: Sequence[Any], manual: bool) -> tuple[bool, ...]:
+    def _split_params(self, call: str, leaves: Leaves, arrays: Sequence[StoredLeaf], manual: bool) -> tuple[bool, ...]:
         """Which parameters come as shares: an `EvenSplit` is one, and at stage 3 every leaf that is cut."""
         out = []
         for leaf, x in zip(leaves.leaves, arrays, strict=True):
@@ -235,7 +235,7 @@ class Calls:
 
     def _in_regions(
         self, call: str, cached: CachedStep, paths: Sequence[list[Path] | None], arrays: Sequence[list[Any]]
-    ) -> Any:
+    ) -> PyTree:
         """The results of a step in manual regions of the library's own; called eagerly it is compiled once."""
         options, step = self.options, cached.step
         planned = place.is_elsewhere(options.mesh) and place.is_traced(arrays)
@@ -253,7 +253,7 @@ class Calls:
 
 def optimizer_leaves(
     options: Options, call: str, tree: PyTree, axes: Axes, shares: bool = False
-) -> tuple[Leaves, list[Any]]:
+) -> tuple[Leaves, list[StoredLeaf]]:
     """The leaves of a tree of parameters or gradients and their arrays; skipped ones are marked."""
     for path, x in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_split):
         checks.split_leaf(call, path, x)
@@ -277,7 +277,7 @@ def _traced(make: Callable[[], Init | Update]) -> Init | Update:
         _tracing.reset(token)
 
 
-def _is_share(leaf: Leaf, x: Any, axes: Axes, manual: bool) -> bool:
+def _is_share(leaf: Leaf, x: StoredLeaf, axes: Axes, manual: bool) -> bool:
     """Whether a gradient comes as a share. In the global view every leaf does that is stored as it is.
 
     Over one device a share looks like the whole; only one that is not reduced varies over replicas.
@@ -293,7 +293,7 @@ def _is_share(leaf: Leaf, x: Any, axes: Axes, manual: bool) -> bool:
     return leaf.layout.plain
 
 
-def _reading(x: jax.Array | EvenSplit, leaf: Leaf) -> jax.Array:
+def _reading(x: StoredLeaf, leaf: Leaf) -> jax.Array:
     """The array of a gradient; zero for a leaf that passes through, whose array is not read."""
     return unwrap(x) if leaf.trainable else jnp.zeros(())
 

@@ -11,7 +11,7 @@ above 2**31 elements are fine.
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Literal, NoReturn
+from typing import Literal, NoReturn, TypeGuard
 
 import jax
 from jax.sharding import PartitionSpec
@@ -265,6 +265,6 @@ class EvenSplit:
         return cls(children[0], shape)
 
 
-def is_split(x: object) -> bool:
+def is_split(x: object) -> TypeGuard[EvenSplit]:
     """Whether `x` is an `EvenSplit` leaf; the `is_leaf` of every tree map over split trees."""
     return isinstance(x, EvenSplit)
