@@ -15,7 +15,7 @@ from ..gradients.call import CallSpec, compiled_per_call
 from ..gradients.checks import GradOptions
 from ..gradients.program import param_inputs
 from ..gradients.value_and_grad import mean_gradient
-from ..jaxpr import collectives as jaxpr_collectives
+from ..jaxpr.collectives import Sent, total
 from ..jaxpr.flat import Var
 from ..optimizer import wrapper
 from ..optimizer.trace import naming_missing_extra
@@ -92,7 +92,7 @@ def at_rest(options: Options, leaves: Leaves) -> Any:
 
 def trace(
     options: Options, leaves: Leaves, inner: optax.GradientTransformation | None, resting: Any, how: GradOptions
-) -> tuple[tuple[jaxpr_collectives.Sent, ...], dict[Any, int]]:
+) -> tuple[tuple[Sent, ...], dict[Any, int]]:
     """What one training step sends, and its chunks: read from the traces of `value_and_grad` and `apply` themselves.
 
     Args:
@@ -121,7 +121,5 @@ def trace(
     with naming_missing_extra(CALL, "zero.plan(params) for a plan without the optimizer."):
         update = jax.make_jaxpr(apply)(grads, tx.init(resting), resting)
     sizes = dict(options.mesh.shape)
-    traffic = jaxpr_collectives.total("gradient", backward.jaxpr, sizes) + jaxpr_collectives.total(
-        "update", update.jaxpr, sizes
-    )
+    traffic = total("gradient", backward.jaxpr, sizes) + total("update", update.jaxpr, sizes)
     return traffic, gathered_by

@@ -1,11 +1,11 @@
 """Collectives on layouts: reduce-scatter, all-gather and all-reduce of many leaves, joined in buckets.
 
 All functions run inside a manual region over the axes of `hops` (outer first). A leaf of at least one bucket
-travels alone and uncopied; smaller ones are joined: `[n, k]` blocks concatenated along axis 1 into
+is sent alone and uncopied; smaller ones are joined: `[n, k]` blocks concatenated along axis 1 into
 `[n, sum k]`, one collective, cut back per leaf, so row `i` is exactly what device `i` keeps. Buckets
 are transport: nothing is ever stored in them.
 
-A leaf that other mesh axes shard travels alone too, in a nested region that is manual over them: the compiler
+A leaf that other mesh axes shard is sent alone too, in a nested region that is manual over them: the compiler
 would make it whole over these axes at every collective and slice.
 """
 
@@ -33,7 +33,7 @@ NO_LIMIT = 2**62
 
 
 def buckets(nbytes: Sequence[int], kinds: Sequence[Any], limit: int | None) -> list[list[int]]:
-    """Which leaves travel together: a bucket is closed as soon as it holds `limit` bytes.
+    """The leaves that are sent together: a bucket is closed as soon as it holds `limit` bytes.
 
     So there are at most `ceil(small bytes / limit)` buckets per kind, however many leaves there are. Only
     in trees of very many tiny leaves is a bucket closed by their number: each leaf is cut out of a bucket by
@@ -41,7 +41,7 @@ def buckets(nbytes: Sequence[int], kinds: Sequence[Any], limit: int | None) -> l
 
     Args:
       nbytes: Bytes of each leaf on the wire.
-      kinds: What must agree inside a bucket (the dtype); `None` makes a leaf travel alone.
+      kinds: What must agree inside a bucket (the dtype); `None`: the leaf is sent alone.
       limit: Bytes of a bucket; `None`: every leaf alone.
 
     Returns:

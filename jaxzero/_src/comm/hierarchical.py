@@ -43,7 +43,7 @@ def intra_node(x: Array, hops: Hops, axis: int) -> Array:
 def scatter(x: Array, hops: Hops, axis: int) -> Array:
     """The sum over devices, cut along `axis`: the transpose of `gather`, inner hop first.
 
-    So what crosses between nodes is already summed inside each, and `1/k` of its size.
+    So the arrays sent between nodes are summed inside each node already, and `1/k` of the size.
     """
     outer = [lax.axis_size(hop) for hop in hops[:-1]]
     before, after = x.shape[:axis], x.shape[axis + 1 :]

@@ -11,9 +11,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from .._positions import replace_at
 from .._text import path_text
 from .._types import AnyMesh, Path, PyTree
-from ..sharding import axes as sharding_axes
 from ..sharding import checks, host, place, processes
-from ..sharding.axes import Axes
+from ..sharding.axes import Axes, names
 from ..sharding.layout import EvenSplit, Layout, OtherAxes, even_split, is_split, partition_spec
 from ..sharding.leaves import leading, shape_dtype, unwrap, wrap_padded
 from ..sharding.options import Options, memory_kind, other_axes, param_leaves, resolve_axes
@@ -155,7 +154,7 @@ def _written(spec: PartitionSpec, axes: Axes) -> PartitionSpec:
     """A spec as layouts write it: JAX drops axes of one device from it, and Explicit meshes append `None`s."""
     sizes = dict(zip(axes.every, axes.sizes, strict=True))
     kept = tuple(a for a in axes.shard if sizes[a] > 1)
-    parts = [axes.shard if part and sharding_axes.names(part) == kept != axes.shard else part for part in spec]
+    parts = [axes.shard if part and names(part) == kept != axes.shard else part for part in spec]
     while parts and parts[-1] is None:
         parts.pop()
     return P(*parts)

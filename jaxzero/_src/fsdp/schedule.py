@@ -218,7 +218,7 @@ def _schedule(
     flow, wgrads = _defer_wgrads(original, least, end + 1)
     assert flow.flat.steps[: end + 1] == flat.steps[: end + 1], "a step of the forward pass was moved"
     uses = [(i, flow.gathered_param(v)) for i in range(len(flat.steps) + 1) for v in flow.needs(i)]
-    regions = [step.region for step in flow.flat.steps] + [None]
+    regions = [step.remat for step in flow.flat.steps] + [None]
     sizes = {u: flow.nbytes(u) for _, u in uses}
     gathers, served_by = assign_gathers(uses, sizes, regions, end, options, _gathering_scans(flow))
     tied: dict[int, list[Gather]] = {}

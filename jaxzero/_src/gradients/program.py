@@ -13,7 +13,7 @@ from ..fsdp.evaluate import evaluate, together
 from ..fsdp.schedule import Schedule, schedule_gathers
 from ..fsdp.varying import Vary
 from ..jaxpr import trace
-from ..jaxpr.flat import Flat, Var, flatten, speaks_of_axes
+from ..jaxpr.flat import Flat, Var, casts_to_varying, flatten
 from ..jaxpr.trace import Program
 from ..sharding.layout import Layout
 from ..sharding.options import gather_options
@@ -67,7 +67,7 @@ def sharded_gradient(loss: LocalLoss, params: Sequence[Array], arrays: Sequence[
 def trace_gradient(loss: LocalLoss, arrays: Sequence[Array]) -> Program:
     """The gradient program of one device's examples of one microbatch: its results are `Terms`."""
     program = trace_sharded(CALL, loss.differentiate, loss.spec, arrays)
-    if loss.spec.manual and speaks_of_axes(program.jaxpr):
+    if loss.spec.manual and casts_to_varying(program.jaxpr):
         # Its collectives, or what it closes over: autodiff must know that parameters and examples vary, too.
         typed = functools.partial(loss.differentiate, check=loss.check_types)
         program = trace_sharded(CALL, typed, loss.spec, arrays, varying=True)

@@ -47,13 +47,13 @@ class Step:
       eqn: The equation; `None` for a barrier, whose results are its operands.
       ins: Its operands.
       outs: Its results.
-      region: The number of the innermost `jax.checkpoint` around it, or `None`.
+      remat: The number of the innermost `jax.checkpoint` around it, or `None`.
     """
 
     eqn: Any  # of most steps a `JaxprEqn`
     ins: list[Atom]
     outs: list[Var]
-    region: int | None
+    remat: int | None
 
     @property
     def name(self) -> str:
@@ -102,9 +102,9 @@ def _read(env: dict[JaxprVar, Atom], atom: JaxprVar | Literal) -> Atom:
 class _Writer:
     def __init__(self) -> None:
         self.steps: list[Step] = []
-        self.regions = 0
+        self.remats = 0
 
-    def write(self, jaxpr: AnyJaxpr, env: dict[JaxprVar, Atom], region: int | None) -> None:
+    def write(self, jaxpr: AnyJaxpr, env: dict[JaxprVar, Atom], remat: int | None) -> None:
         for eqn in jaxpr.eqns:
             ins = [_read(env, v) for v in eqn.invars]
             if eqn.primitive.name == VARYING_CAST:  # where types are checked, every value is evaluated as varying
@@ -112,11 +112,11 @@ class _Writer:
                 continue
             called = called_program(eqn)
             if called is not None:
-                self._write_call(eqn, *called, ins, env, region)
+                self._write_call(eqn, *called, ins, env, remat)
                 continue
             outs = [Var(aval(v)) for v in eqn.outvars]
             env.update(zip(eqn.outvars, outs, strict=True))
-            self.steps.append(Step(eqn, ins, outs, region))
+            self.steps.append(Step(eqn, ins, outs, remat))
 
     def _write_call(
         self,
@@ -125,18 +125,18 @@ class _Writer:
         consts: Sequence[jax.Array],
         ins: list[Atom],
         env: dict[JaxprVar, Atom],
-        region: int | None,
+        remat: int | None,
     ) -> None:
         if eqn.primitive.name == REMAT:
-            self.regions += 1
-            region = self.regions
-            ins = self._barrier(eqn.params, ins, region)
+            self.remats += 1
+            remat = self.remats
+            ins = self._barrier(eqn.params, ins, remat)
         here: dict[JaxprVar, Atom] = dict(zip(inner.constvars, map(Known, consts), strict=True))
         here.update(zip(inner.invars, ins, strict=True))
-        self.write(inner, here, region)
+        self.write(inner, here, remat)
         env.update((v, _read(here, o)) for v, o in zip(eqn.outvars, inner.outvars, strict=True))
 
-    def _barrier(self, params: dict[str, Any], ins: list[Atom], region: int) -> list[Atom]:
+    def _barrier(self, params: dict[str, Any], ins: list[Atom], remat: int) -> list[Atom]:
         """The operands of a `jax.checkpoint` behind one barrier, as JAX lowers it.
 
         So the compiler merges nothing of the recomputation with the forward pass.
@@ -147,7 +147,7 @@ class _Writer:
             return ins
         held = [i for i, (x, p) in enumerate(zip(ins, chosen, strict=True)) if p and isinstance(x, Var)]
         outs = [Var(ins[i].aval) for i in held]  # type: ignore[union-attr]
-        self.steps.append(Step(None, [ins[i] for i in held], outs, region))
+        self.steps.append(Step(None, [ins[i] for i in held], outs, remat))
         out = list(ins)
         for i, v in zip(held, outs, strict=True):
             out[i] = v
@@ -173,7 +173,7 @@ def _needed(flat: Flat) -> Flat:
     for step in flat.steps:
         if step.eqn is None:
             pairs = [(i, o) for i, o in zip(step.ins, step.outs, strict=True) if o in found]
-            step = Step(None, [i for i, _ in pairs], [o for _, o in pairs], step.region)
+            step = Step(None, [i for i, _ in pairs], [o for _, o in pairs], step.remat)
         if not found.isdisjoint(step.outs) or step in effects:
             kept.append(step)
     return Flat(flat.inputs, kept, flat.outs)
@@ -213,7 +213,7 @@ def inlined(jaxpr: AnyJaxpr, consts: Sequence[jax.Array]) -> tuple[list[JaxprEqn
     return eqns, outs, known
 
 
-def speaks_of_axes(jaxpr: AnyJaxpr) -> bool:
+def casts_to_varying(jaxpr: AnyJaxpr) -> bool:
     """Whether a program, traced inside a manual region, casts values that are equal on all devices to varying ones."""
-    casts = lambda eqn: eqn.primitive.name == VARYING_CAST or any(map(speaks_of_axes, inner_programs(eqn)))
+    casts = lambda eqn: eqn.primitive.name == VARYING_CAST or any(map(casts_to_varying, inner_programs(eqn)))
     return any(map(casts, jaxpr.eqns))

@@ -13,9 +13,9 @@ import optax
 
 from .._types import ArrayLike, Path, PyTree
 from ..jaxpr.trace import x64
-from ..sharding import checks as sharding_checks
 from ..sharding import place, vma
 from ..sharding.axes import Axes
+from ..sharding.checks import check_params
 from ..sharding.layout import EvenSplit, Layout, is_split
 from ..sharding.leaves import Leaf, Leaves, is_key, skipping, state_leaves, unwrap, wrap_padded
 from ..sharding.options import Options, param_leaves, require_observed, resolve_axes
@@ -130,7 +130,7 @@ class Calls:
     def init(self, params: PyTree) -> PyTree:
         """Optimizer state, made in its shares."""
         axes, manual = resolve_axes(self.options, "init")
-        sharding_checks.check_params("init", self.options, params)
+        check_params("init", self.options, params)
         leaves, arrays = optimizer_leaves(self.options, "init", params, axes, manual and self.options.stage == 3)
         split = self._split_params("init", leaves, arrays, manual)
 
@@ -284,7 +284,7 @@ def _is_share(leaf: Leaf, x: StoredLeaf, axes: Axes, manual: bool) -> bool:
     """
     if leaf.layout is None or not leaf.trainable:
         return False
-    if is_split(x):
+    if isinstance(x, EvenSplit):
         return True
     if manual:
         shape, over = np.shape(x), vma.varying(x)
