@@ -54,6 +54,7 @@ FUNCTIONS = {
     p.CONCATENATE: lambda x: lax.concatenate([x, x], 0),
     p.PAD: lambda x: lax.pad(x, 0.0, [(1, 0, 0), (0, 0, 0)]),
     p.REV: lambda x: lax.rev(x, (0,)),
+    p.SPLIT: lambda x: lax.split(x, (1, 2), axis=1),
     p.BARRIER: lax.optimization_barrier,
     p.DYNAMIC_SLICE: lambda x: lax.dynamic_slice(x, (jnp.int32(1), jnp.int32(0)), (1, 3)),
     p.DYNAMIC_UPDATE_SLICE: lambda x: lax.dynamic_update_slice(x, x[:1], (jnp.int32(1), jnp.int32(0))),
@@ -175,9 +176,9 @@ def test_the_table_has_every_parameter_that_is_read():
     assert read.keys() <= known | {"axes", "axis_name", "axis_index_groups"}, read
 
 
-@pytest.mark.parametrize("folder", ["jaxpr", "partition", "optimizer", "comm"])
+@pytest.mark.parametrize("folder", ["jaxpr", "partition", "optimizer", "comm", "fsdp", "gradients"])
 def test_names_of_primitives_stand_in_the_table_alone(folder):
-    """No string in the code is a primitive's name; `gather` is a word of reports too."""
+    """No string in the code is the name of a primitive; `gather` is a word of reports too."""
     for path in (SOURCE / "_src" / folder).rglob("*.py"):
         if path.name == "primitives.py":
             continue

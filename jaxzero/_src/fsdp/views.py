@@ -26,12 +26,13 @@ from ..jaxpr.primitives import (
     RESHAPE,
     REV,
     SLICE,
+    SPLIT,
     SQUEEZE,
     TRANSPOSE,
 )
 
 #: Primitives that move elements and change none, so that a cast may be done before them.
-_MOVES = {TRANSPOSE, RESHAPE, SQUEEZE, BROADCAST, SLICE, COPY, REV, "split"}
+_MOVES = {TRANSPOSE, RESHAPE, SQUEEZE, BROADCAST, SLICE, COPY, REV, SPLIT}
 _SCALES = {MUL, DIV, NEG}
 Array = jax.Array
 

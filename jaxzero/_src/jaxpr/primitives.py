@@ -31,6 +31,7 @@ SLICE = core.slice_p.name
 CONCATENATE = core.concatenate_p.name
 PAD = core.pad_p.name
 REV = core.rev_p.name
+SPLIT = "split"
 #: The identity, for the compiler and for placement.
 BARRIER = "optimization_barrier"
 RESHARD = "reshard"
