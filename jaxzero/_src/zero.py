@@ -215,7 +215,7 @@ class Zero(Options):
         """
         return specs(self, tree)
 
-    def value_and_grad(
+    def value_and_grad(  # noqa: PLR0913 - as `jax.value_and_grad`, with an option for each choice of the user
         self,
         loss_fn: Callable[..., PyTree],
         has_aux: bool = False,

@@ -1,17 +1,18 @@
-"""The commands, and what becomes of their errors."""
+"""Runs a command and turns its errors into one line and an exit status."""
 
 import functools
 import operator
 import os
 import sys
 from collections.abc import Sequence
+from types import ModuleType
 from typing import Annotated, Any
 
 import tyro
 
 from . import compile, doctor, export, plan
 
-#: Modules of one command each: its class, named like the module, is its arguments, and `run()` does it.
+#: One module for each command: `COMMAND` is the class of its arguments, whose `run()` executes it.
 COMMANDS = (plan, compile, export, doctor)
 ABOUT = """ZeRO for JAX: see a plan, compile for a machine that is not here, export a checkpoint, check an installation.
 
@@ -20,7 +21,7 @@ JSON document; progress and errors go to stderr."""
 
 
 def run(argv: Sequence[str] | None) -> int:
-    """Parses the arguments and runs the command; `tyro` answers wrong flags and --help itself."""
+    """Parses the arguments and runs the command; `tyro` handles wrong flags and --help itself."""
     choices = [Annotated[c.COMMAND, tyro.conf.subcommand(_name(c), description=c.__doc__)] for c in COMMANDS]
     config = (tyro.conf.FlagCreatePairsOff, tyro.conf.OmitSubcommandPrefixes)
     parse: Any = functools.partial(tyro.cli, prog="jaxzero", description=ABOUT, config=config)
@@ -29,7 +30,7 @@ def run(argv: Sequence[str] | None) -> int:
         status = int(command.run())
         sys.stdout.flush()
         return status
-    except BrokenPipeError:  # `| head` has seen enough: nothing more is to be written, at exit neither
+    except BrokenPipeError:  # `| head` has closed the pipe: write nothing more, also not at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (ValueError, ImportError) as error:
@@ -39,5 +40,5 @@ def run(argv: Sequence[str] | None) -> int:
         return 130
 
 
-def _name(module: Any) -> str:
+def _name(module: ModuleType) -> str:
     return str(module.__name__).rpartition(".")[2]

@@ -12,7 +12,7 @@ Examples:
 import dataclasses
 import math
 import time
-from typing import Annotated, Any
+from typing import Annotated
 
 import jax
 import numpy as np
@@ -22,18 +22,18 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from .._src._text import size_text
+from .._src._types import PyTree
 from .._src.analysis import planned_traffic
-from .._src.analysis.hlo import Collectives, collectives
+from .._src.analysis.hlo import Collective, Collectives, collectives
 from .._src.analysis.memory import Memory
 from .._src.analysis.topology import is_gpu, topology
 from .._src.sharding.options import param_leaves, resolve_axes
 from .._src.zero import Zero
 from . import output
-from . import problem as cli_problem
-from .problem import Problem
+from .problem import Problem, problem_of
 from .settings import Settings, mesh_sizes
 
-#: Of more virtual CPU devices JAX thinks that they are those of several processes.
+#: With more virtual CPU devices JAX takes some of them for devices of other processes.
 MOST = 2048
 
 
@@ -52,7 +52,7 @@ class Compile(Settings):
         inner = self.inner()
         zero = self.zero(mesh)
         with output.working(f"tracing {self.target}"):
-            problem = cli_problem.of(self.target)
+            problem = problem_of(self.target)
             if problem.loss is None:
                 raise ValueError(
                     f"{self.target} returns parameters alone, and a step needs a loss. Fix: return (parameters, "
@@ -96,17 +96,17 @@ class Compile(Settings):
             )
         return Mesh(devices.reshape(tuple(sizes.values())), tuple(sizes))
 
-    def _step(self, zero: Zero, problem: Problem, inner: optax.GradientTransformation) -> Any:
+    def _step(self, zero: Zero, problem: Problem, inner: optax.GradientTransformation) -> jax.stages.Lowered:
         """One training step, lowered: gradient, update, donation."""
         assert problem.loss is not None
         tx = zero.optimizer(inner)
         grad_fn = zero.value_and_grad(problem.loss, accumulate=self.accumulate, whole_argnums=problem.whole)
 
-        def step(params: Any, state: Any, *batch: Any) -> Any:
+        def step(params: PyTree, state: PyTree, *batch: PyTree) -> PyTree:
             value, grads = grad_fn(params, *batch)
             return *zero.apply(tx, grads, state, params), value
 
-        params = _at_rest(zero, problem.params)
+        params = _stored_params(zero, problem.params)
         over = P((*zero.replica_axes, *zero.shard_axes))
         dealt = lambda i, x: P() if i in problem.whole or not x.shape else over
         batch = [jax.tree.map(lambda x, i=i: _placed(zero, x, dealt(i, x)), b) for i, b in enumerate(problem.batch, 1)]
@@ -151,21 +151,21 @@ def _default(name: str, devices: int) -> dict[str, int]:
     return {"data": devices}
 
 
-def _placed(zero: Zero, x: Any, spec: P) -> jax.ShapeDtypeStruct:
+def _placed(zero: Zero, x: jax.ShapeDtypeStruct, spec: P) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(zero.mesh, spec))
 
 
-def _at_rest(zero: Zero, params: Any) -> Any:
-    """Abstract parameters as they rest, placed."""
+def _stored_params(zero: Zero, params: PyTree) -> PyTree:
+    """Abstract parameters as they are stored between steps, with their shardings."""
     axes, _ = resolve_axes(zero, "compile")
-    resting = planned_traffic.at_rest(zero, param_leaves(zero, params, axes.n))
-    specs = zero.specs(resting) if zero.stage == 3 else jax.tree.map(lambda x: P(), resting)
-    return jax.tree.map(lambda x, spec: _placed(zero, x, spec), resting, specs)
+    stored = planned_traffic.stored_params(zero, param_leaves(zero, params, axes.n))
+    specs = zero.specs(stored) if zero.stage == 3 else jax.tree.map(lambda x: P(), stored)
+    return jax.tree.map(lambda x, spec: _placed(zero, x, spec), stored, specs)
 
 
 def _summary(found: Collectives) -> list[tuple[str, ...]]:
     """One row for collectives of one kind, over the same axes, in a loop or not."""
-    groups: dict[Any, list[Any]] = {}
+    groups: dict[tuple[str, tuple[str, ...] | None, bool], list[Collective]] = {}
     for x in found:
         groups.setdefault((x.kind, x.axes, x.looped), []).append(x)
     rows: list[tuple[str, ...]] = []

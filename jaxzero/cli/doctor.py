@@ -22,7 +22,7 @@ PLUGINS = {
     "CUDA plug-in": ("cuda", ("jax-cuda12-plugin", "jax-cuda13-plugin")),
     "TPU plug-in": ("tpu", ("libtpu",)),
 }
-#: Seconds after which a child is given up.
+#: Seconds after which a child process counts as failed.
 PATIENCE = 120
 
 _DEVICES = """\
@@ -34,8 +34,8 @@ print(", ".join(f"{n} x {kind} ({platform})" for (platform, kind), n in kinds.it
 
 
 @dataclasses.dataclass(frozen=True)
-class Check:
-    """One thing that was looked at: ``"ok"``, ``"failed"`` or ``"absent"``."""
+class Finding:
+    """The result of one check: ``"ok"``, ``"failed"`` or ``"absent"``."""
 
     name: str
     status: str
@@ -63,32 +63,32 @@ class Doctor:
         return int(failed)
 
 
-def versions() -> list[Check]:
+def versions() -> list[Finding]:
     """Python and the packages."""
-    out = [Check("python", "ok", f"{platform.python_version()} on {platform.system()} {platform.machine()}")]
+    out = [Finding("python", "ok", f"{platform.python_version()} on {platform.system()} {platform.machine()}")]
     for name in (*NEEDED, *OPTIONAL):
         found = _version(name)
         status = "ok" if found else "failed" if name in NEEDED else "absent"
-        out.append(Check(name, status, found or f"pip install {name}"))
+        out.append(Finding(name, status, found or f"pip install {name}"))
     return out
 
 
-def plugins() -> list[Check]:
+def plugins() -> list[Finding]:
     """What compiles for accelerators, here or not."""
     out = []
     for label, (extra, names) in PLUGINS.items():
         found = [f"{name} {version}" for name in names if (version := _version(name))]
         detail = ", ".join(found) or f'pip install "jaxzero[{extra}]" to compile for it'
-        out.append(Check(label, "ok" if found else "absent", detail))
+        out.append(Finding(label, "ok" if found else "absent", detail))
     return out
 
 
-def devices() -> Check:
-    """The devices that a program started here would use; asked for in a child, for they may be taken."""
+def devices() -> Finding:
+    """The devices that a program started here would use; listed in a child process, since they may be in use."""
     return _child("devices", ["-c", _DEVICES], {})
 
 
-def self_test() -> Check:
+def self_test() -> Finding:
     """A training step at every stage beside plain Optax, on 8 virtual devices."""
     settings = {"JAX_PLATFORMS": "cpu", "NPROC": "32"}
     return _child("self-test", ["-m", "jaxzero.cli.self_test"], settings)
@@ -101,16 +101,16 @@ def _version(name: str) -> str | None:
         return None
 
 
-def _child(name: str, arguments: list[str], settings: dict[str, str]) -> Check:
+def _child(name: str, arguments: list[str], settings: dict[str, str]) -> Finding:
     command = [sys.executable, *arguments]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, env=os.environ | settings)
     except subprocess.TimeoutExpired:
-        return Check(name, "failed", f"no answer after {PATIENCE} s")
+        return Finding(name, "failed", f"no answer after {PATIENCE} s")
     if done.returncode:
         lines = done.stderr.strip().splitlines()
-        return Check(name, "failed", lines[-1] if lines else f"exit status {done.returncode}")
-    return Check(name, "ok", done.stdout.strip().splitlines()[-1])
+        return Finding(name, "failed", lines[-1] if lines else f"exit status {done.returncode}")
+    return Finding(name, "ok", done.stdout.strip().splitlines()[-1])
 
 
 COMMAND = Doctor

@@ -3,17 +3,17 @@
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import rich.console
 import rich.progress
 
 from .._src._table import table as text_table
+from .._src._types import JSON
 
 
 @contextmanager
 def working(on: str) -> Iterator[None]:
-    """Shows what is being done and for how long, on a terminal."""
+    """Shows the current task and its time on a terminal."""
     columns = (rich.progress.SpinnerColumn(), "{task.description}", rich.progress.TimeElapsedColumn())
     console = rich.console.Console(stderr=True)
     quiet = not console.is_terminal
@@ -22,7 +22,7 @@ def working(on: str) -> Iterator[None]:
         yield
 
 
-def document(value: Any) -> None:
+def document(value: JSON) -> None:
     """One JSON document."""
     print(json.dumps(value, indent=2))
 

@@ -14,7 +14,7 @@ import tyro
 
 from .._src.analysis.topology import stay_on_cpu
 from . import output
-from . import problem as cli_problem
+from .problem import problem_of
 from .settings import Settings, abstract_mesh, mesh_sizes
 
 
@@ -31,7 +31,7 @@ class Plan(Settings):
         zero = self.zero(abstract_mesh(mesh_sizes(self.mesh)))
         inner = self.inner()
         with output.working(f"planning {self.target} for {self.mesh}"):
-            problem = cli_problem.of(self.target).sized(self.batch, self.parts(zero), self.accumulate)
+            problem = problem_of(self.target).sized(self.batch, self.parts(zero), self.accumulate)
             zero = self.observed(zero, problem)
             plan = zero.plan(problem.params, inner, accumulate=self.accumulate)
         plan = dataclasses.replace(plan, notes=(*plan.notes, *filter(None, [problem.note])))

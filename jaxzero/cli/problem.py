@@ -1,4 +1,4 @@
-"""What a user's function returned, as a training problem: parameters, and where there is one a loss and a batch."""
+"""A training problem from the value of a user's function: parameters, and a loss and a batch if there are any."""
 
 import dataclasses
 import math
@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from .._src._types import PyTree
 from .user_code import guarded, load, running
 
 EXPECTED = (
@@ -29,9 +30,9 @@ class Problem:
       note: What was assumed.
     """
 
-    params: Any
-    loss: Callable[..., Any] | None = None
-    batch: tuple[Any, ...] = ()
+    params: PyTree
+    loss: Callable[..., PyTree] | None = None
+    batch: tuple[PyTree, ...] = ()
     whole: tuple[int, ...] = ()
     note: str = ""
 
@@ -53,7 +54,7 @@ class Problem:
                 f"--batch {devices * steps * max(1, math.ceil(count / (devices * steps)))}."
             )
 
-        def resize(x: Any) -> Any:
+        def resize(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
             same = x.shape and x.shape[0] == leading[0]
             return jax.ShapeDtypeStruct((count, *x.shape[1:]), x.dtype) if same else x
 
@@ -61,7 +62,7 @@ class Problem:
         return dataclasses.replace(self, batch=tuple(resized))
 
 
-def of(name: str) -> Problem:
+def problem_of(name: str) -> Problem:
     """Calls the user's `module:function` and reads what it returns."""
     f = load(name)
     if not callable(f):
@@ -77,7 +78,7 @@ def of(name: str) -> Problem:
     return dataclasses.replace(problem, loss=guarded(f"the loss of {name}", problem.loss))
 
 
-def read(value: Any) -> Problem | None:
+def read(value: object) -> Problem | None:
     """A returned value as a problem; `None` if it is none."""
     first, *rest = value if isinstance(value, tuple) and value and not hasattr(value, "_fields") else (value,)
     linen, nnx = sys.modules.get("flax.linen"), sys.modules.get("flax.nnx")
@@ -92,7 +93,7 @@ def read(value: Any) -> Problem | None:
     return None if params is None else Problem(params)
 
 
-def _describe(value: Any) -> str:
+def _describe(value: object) -> str:
     if isinstance(value, tuple):
         return f"a tuple of {', '.join(type(x).__name__ for x in value)}"
     odd = [type(x).__name__ for x in jax.tree.leaves(value) if not _is_array(x)]
@@ -100,11 +101,11 @@ def _describe(value: Any) -> str:
     return f"a {type(value).__name__}{inside}" if jax.tree.leaves(value) else f"{value!r}, which has no arrays"
 
 
-def _is_array(x: Any) -> bool:
+def _is_array(x: object) -> bool:
     return (hasattr(x, "shape") and hasattr(x, "dtype")) or isinstance(x, (bool, int, float, complex))
 
 
-def _abstract(tree: Any) -> Any:
+def _abstract(tree: PyTree) -> PyTree:
     """Shapes and dtypes of a tree of arrays, or `None` if it is none."""
     leaves = jax.tree.leaves(tree)
     if not all(map(_is_array, leaves)) or (not leaves and tree != ()):
@@ -113,10 +114,10 @@ def _abstract(tree: Any) -> Any:
     return jax.tree.map(make, tree)
 
 
-def _inputs(rest: Sequence[Any]) -> tuple[Any, ...]:
+def _inputs(rest: Sequence[PyTree]) -> tuple[PyTree, ...]:
     """`(module, x, y)` and `(module, (x, y))` mean the same."""
     inputs = rest[0] if len(rest) == 1 and isinstance(rest[0], (tuple, list)) else rest
-    abstract: tuple[Any, ...] = _abstract(tuple(inputs))
+    abstract: tuple[PyTree, ...] = _abstract(tuple(inputs))
     if abstract is None:
         raise TypeError("the inputs of a model are arrays or jax.ShapeDtypeStructs")
     return abstract
@@ -127,26 +128,26 @@ def _inputs(rest: Sequence[Any]) -> tuple[Any, ...]:
 _NOTE = "loss: the mean square of the model's results"
 
 
-def _linen(linen: Any, module: Any, inputs: tuple[Any, ...]) -> Problem:
+def _linen(linen: Any, module: Any, inputs: tuple[PyTree, ...]) -> Problem:
     """Parameters as `module.init` makes them; other collections are given whole."""
     rngs = lambda: {name: jax.random.key(0) for name in ("params", "dropout")}
     variables = dict(jax.eval_shape(lambda *x: linen.meta.unbox(module.init(rngs(), *x)), *inputs))
     params = variables.pop("params", {})
 
-    def loss(params: Any, others: Any, *x: Any) -> Any:
+    def loss(params: PyTree, others: PyTree, *x: PyTree) -> jax.Array:
         out = module.apply({"params": params, **others}, *x, rngs=rngs(), mutable=list(others))
         return _mean_square(out[0])
 
     return Problem(params, loss, (variables, *inputs), (1,), _NOTE)
 
 
-def _nnx(nnx: Any, module: Any, inputs: tuple[Any, ...]) -> Problem:
+def _nnx(nnx: Any, module: Any, inputs: tuple[PyTree, ...]) -> Problem:
     """Parameters are the `nnx.Param`s; other variables are given whole."""
     graph, params, others = nnx.split(module, nnx.Param, ...)
     pure = lambda state: jax.tree.map(lambda x: x, nnx.to_pure_dict(state))
     given, rest = _abstract(pure(params)), _abstract(pure(others) or ())
 
-    def loss(values: Any, others_: Any, *x: Any) -> Any:
+    def loss(values: PyTree, others_: PyTree, *x: PyTree) -> jax.Array:
         state, more = jax.tree.map(lambda y: y, params), jax.tree.map(lambda y: y, others)
         nnx.replace_by_pure_dict(state, values)
         if others_ != ():
@@ -156,6 +157,7 @@ def _nnx(nnx: Any, module: Any, inputs: tuple[Any, ...]) -> Problem:
     return Problem(given, loss, (rest, *inputs), (1,), _NOTE) if inputs else Problem(given)
 
 
-def _mean_square(out: Any) -> Any:
+def _mean_square(out: PyTree) -> jax.Array:
     parts = [x for x in jax.tree.leaves(out) if jnp.issubdtype(x.dtype, jnp.inexact)]
-    return sum(jnp.mean(jnp.square(jnp.abs(x).astype(jnp.float32))) for x in parts)
+    squares = (jnp.mean(jnp.square(jnp.abs(x).astype(jnp.float32))) for x in parts)
+    return sum(squares, jnp.float32(0))

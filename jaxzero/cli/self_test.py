@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxzero import Zero
+from jaxzero._src._types import PyTree
 
 DEVICES = 8
 #: Largest difference from the unsharded run, of the largest parameter.
@@ -38,7 +39,7 @@ def difference(stage: int) -> float:
     tx: Any = zero.optimizer(inner)
 
     @jax.jit
-    def sharded(params: Any) -> Any:
+    def sharded(params: PyTree) -> PyTree:
         params = zero.shard(params)
         state = tx.init(params)
         for _ in range(2):
@@ -47,7 +48,7 @@ def difference(stage: int) -> float:
         return zero.gather(params)
 
     @jax.jit
-    def plain(params: Any) -> Any:
+    def plain(params: PyTree) -> PyTree:
         state = inner.init(params)
         for _ in range(2):
             updates, state = inner.update(jax.grad(loss)(params, x), state, params)

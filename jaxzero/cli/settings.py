@@ -1,13 +1,14 @@
-"""Arguments that several commands share, and what they stand for."""
+"""Arguments that several commands share."""
 
 import dataclasses
 import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import optax
 import tyro
 from jax.sharding import AbstractMesh
 
+from .._src._types import AnyMesh
 from .._src.gradients.checks import GradOptions
 from .._src.sharding.options import BUCKET_BYTES, CHUNK_BYTES, PERSIST_BYTES, PREFETCH, resolve_axes
 from .._src.zero import Zero
@@ -52,7 +53,7 @@ class Settings:
         """The optimizer."""
         return optimizers.make(self.optimizer)
 
-    def zero(self, mesh: Any) -> Zero:
+    def zero(self, mesh: AnyMesh) -> Zero:
         """The `Zero` over a mesh."""
         GradOptions(accumulate=self.accumulate).check("value_and_grad", self.stage)
         given = tuple(filter(None, self.replica_axis.split(",")))
@@ -73,7 +74,7 @@ class Settings:
 
     @staticmethod
     def parts(zero: Zero) -> int:
-        """In how many parts examples are dealt: over shard and replica axes, not over others of the mesh."""
+        """The number of devices among which examples are divided: over shard and replica axes, not over other axes."""
         axes, _ = resolve_axes(zero, "plan")
         return axes.n * axes.r
 

@@ -173,8 +173,8 @@ def test_fusions_of_tpus():
 def test_arguments_and_what_is_reused():
     program = hlo_parser.parse(GPU)
     assert program.arguments() == [
-        hlo_parser.Argument(0, "params['w'].value", (1, 8), 32),
-        hlo_parser.Argument(1, "", (8, 8), 256),
+        hlo_parser.HloArgument(0, "params['w'].value", (1, 8), 32),
+        hlo_parser.HloArgument(1, "", (8, 8), 256),
     ]
     assert program.reused() == set()
     alias = "input_output_alias={ {0}: (0, {}, may-alias), {1}: (3, {}, must-alias) }, num"

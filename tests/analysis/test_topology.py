@@ -14,7 +14,6 @@ from jax.sharding import PartitionSpec as P
 
 import jaxzero
 from jaxzero._src.analysis.topology import _GPUS, _target
-from jaxzero._src.jaxpr import compat
 
 has = lambda module: importlib.util.find_spec(module) is not None
 
@@ -141,8 +140,8 @@ def test_what_libtpu_refuses_is_one_line(plugins, monkeypatch):
     ("platforms", "started", "after"), [("", False, "cpu"), ("", True, ""), ("cuda", False, "cuda")]
 )
 def test_no_accelerator_is_started(plugins, monkeypatch, platforms, started, after):
-    """JAX is told to stay on the CPU, unless somebody has decided already."""
-    monkeypatch.setattr(compat.xla_bridge, "backends_are_initialized", lambda: started)
+    """JAX stays on the CPU, unless the process or its environment has decided already."""
+    monkeypatch.setattr("jaxzero._src.analysis.topology.backends_started", lambda: started)
     before = jax.config.jax_platforms
     try:
         jax.config.update("jax_platforms", platforms)

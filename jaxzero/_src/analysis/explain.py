@@ -9,22 +9,24 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.sharding import Mesh
 
 from .._table import fold, table, terminal_width
 from .._text import size_text
+from .._types import PyTree
 from ..optimizer import checks, split_regions
 from ..optimizer import trace as optimizer_trace
 from ..optimizer.step import Update
 from ..optimizer.wrapper import ShardedOptimizer, optimizer_leaves
 from ..partition.record import Communication, Record
-from ..sharding import checks as sharding_checks
-from ..sharding import place
+from ..sharding.checks import check_params
 from ..sharding.leaves import shape_dtype
 from ..sharding.options import Options, resolve_axes
+from ..sharding.place import abstract
 from ..sharding.regions import open_region
-from . import hlo
 from .hlo import Collective
+from .hlo import collectives as hlo_collectives
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,11 +134,13 @@ def _counted(groups: Iterable[tuple[int, str, int]]) -> list[str]:
     return table((), rows, "<", indent=2).splitlines()
 
 
-def explain(options: Options, inner: Any, params: Any, extra: Mapping[str, Any]) -> Report:
-    """What one update with split gradients does, without running it."""
+def explain(
+    options: Options, inner: optax.GradientTransformation, params: PyTree, extra: Mapping[str, PyTree]
+) -> Report:
+    """See `Zero.explain`."""
     checks.inner_optimizer(inner, ShardedOptimizer, "explain")
     axes, _ = resolve_axes(options, "explain")
-    sharding_checks.check_params("explain", options, params)
+    check_params("explain", options, params)
     leaves, _ = optimizer_leaves(options, "explain", params, axes)
     state = optimizer_trace.trace_init(inner, leaves, axes).out
     more, _, others = optimizer_trace.sort_extra(inner, extra, leaves, "explain", False)
@@ -154,17 +158,17 @@ def explain(options: Options, inner: Any, params: Any, extra: Mapping[str, Any])
         [shape_dtype(x) for x in others],
         [(np.shape(x), jnp.result_type(x)) for x in traced.program.consts],
     ]
-    arrays = [place.abstract(options.mesh, x, spec) for x, spec in zip(shapes, body.in_specs, strict=True)]
+    arrays = [abstract(options.mesh, x, spec) for x, spec in zip(shapes, body.in_specs, strict=True)]
     record = Record()
     observed = functools.partial(body, record=record)
     jax.eval_shape(open_region(options.mesh, axes, observed, body.in_specs, body.out_specs), *arrays)
     return Report.of(record, axes.n, _over_others(options, body, arrays))
 
 
-def _over_others(options: Options, body: Update, arrays: Sequence[Any]) -> tuple[Collective, ...] | None:
-    """What the update moves over mesh axes that are the compiler's: only the compiled program shows it."""
+def _over_others(options: Options, body: Update, arrays: Sequence[PyTree]) -> tuple[Collective, ...] | None:
+    """The collectives of the compiled update over other mesh axes, which the compiler inserts."""
     if options.param_specs is None or not isinstance(options.mesh, Mesh):
         return None
     own = set(body.axes.every)
     compiled = jax.jit(split_regions.around(body)).lower(*arrays).compile()
-    return tuple(x for x in hlo.collectives(compiled, options.mesh) if x.axes and set(x.axes) - own)
+    return tuple(x for x in hlo_collectives(compiled, options.mesh) if x.axes and set(x.axes) - own)

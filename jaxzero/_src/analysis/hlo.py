@@ -1,15 +1,15 @@
-"""The collectives of a compiled program: what is sent, over which axes, how often, and behind what it hides."""
+"""The collectives of a compiled program: their bytes, mesh axes, counts, and whether they overlap with products."""
 
 import dataclasses
 import re
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
 
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.stages import Compiled
 
 from .._table import fold, table, terminal_width
 from ..jaxpr.collectives import REDUCE, SCATTER
-from .hlo_parser import Groups, Instruction, Program, axes, groups, parse, sizes, text_of
+from .hlo_parser import Groups, HloProgram, Instruction, axes, groups, parse, sizes, text_of
 
 _OPS = re.compile(r"(all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute|ragged-all-to-all)(-start)?")
 #: The computations of TPU programs in which an all-reduce keeps one share of its result.
@@ -89,11 +89,11 @@ def _row(x: Collective) -> tuple[str, ...]:
     return x.kind, over, size, str(x.times), yes(x.looped), between, yes(x.hidden), x.leaf or ""
 
 
-def collectives(compiled: Any, mesh: Mesh | AbstractMesh | None = None) -> Collectives:
+def collectives(compiled: Compiled | str, mesh: Mesh | AbstractMesh | None = None) -> Collectives:
     """Every collective of a compiled program, read from its text; sends nothing.
 
-    Reads what XLA prints for CPUs, GPUs and TPUs. A collective in a loop counts once per turn, loops in loops
-    too; one in a branch of a conditional as if it were taken. TPU programs show some reduce-scatters as
+    Reads what XLA prints for CPUs, GPUs and TPUs. A collective in a loop counts once per iteration, also
+    in nested loops; a branch of a conditional counts as taken. TPU programs show some reduce-scatters as
     all-reduces: those that XLA fuses with the slicing are recognised, those whose result is sliced later are not.
 
     Args:
@@ -123,7 +123,7 @@ def collectives(compiled: Any, mesh: Mesh | AbstractMesh | None = None) -> Colle
     return Collectives(_found(program, shape))
 
 
-def _check_mesh(mesh: Any, program: Program) -> None:
+def _check_mesh(mesh: object, program: HloProgram) -> None:
     if not isinstance(mesh, (Mesh, AbstractMesh)) or mesh.size != program.devices:
         found = f"one of {mesh.size} devices" if hasattr(mesh, "size") else f"a {type(mesh).__name__}"
         raise ValueError(
@@ -132,7 +132,7 @@ def _check_mesh(mesh: Any, program: Program) -> None:
         )
 
 
-def _mesh_of(compiled: Any) -> Mesh | AbstractMesh | None:
+def _mesh_of(compiled: object) -> Mesh | AbstractMesh | None:
     """The mesh of the first argument or result that has one."""
     for name in ("input_shardings", "output_shardings"):
         for sharding in _leaves(getattr(compiled, name, None)):
@@ -141,7 +141,7 @@ def _mesh_of(compiled: Any) -> Mesh | AbstractMesh | None:
     return None
 
 
-def _leaves(tree: Any) -> Iterator[Any]:
+def _leaves(tree: object) -> Iterator[object]:
     if isinstance(tree, dict):
         tree = list(tree.values())
     if isinstance(tree, (list, tuple)):
@@ -151,17 +151,17 @@ def _leaves(tree: Any) -> Iterator[Any]:
         yield tree
 
 
-def _found(program: Program, mesh: dict[str, int] | None) -> Iterator[Collective]:
+def _found(program: HloProgram, mesh: dict[str, int] | None) -> Iterator[Collective]:
     for name, body in program.computations.items():
         begins = any(_BEGINS in x.line for x in body)
         for i, x in enumerate(body):
             op = _OPS.fullmatch(x.op)
-            if op and not ("chain_id=" in x.line and not begins):  # the rest of one that began before
+            if op and not ("chain_id=" in x.line and not begins):  # the later part of one that has begun already
                 yield _one(program, mesh, name, i, op[1], bool(op[2]))
 
 
 def _one(
-    program: Program, mesh: dict[str, int] | None, computation: str, index: int, kind: str, started: bool
+    program: HloProgram, mesh: dict[str, int] | None, computation: str, index: int, kind: str, started: bool
 ) -> Collective:
     x = program.computations[computation][index]
     members = groups(x.line, program.devices)
@@ -188,7 +188,7 @@ def _one(
     )
 
 
-def _between(program: Program, computation: str, index: int, started: bool) -> list[Instruction] | None:
+def _between(program: HloProgram, computation: str, index: int, started: bool) -> list[Instruction] | None:
     """The instructions between the start of a collective and its end; `None` where it has no end of its own."""
     body = program.computations[computation]
     if started:
@@ -203,7 +203,7 @@ def _between(program: Program, computation: str, index: int, started: bool) -> l
     return None
 
 
-def _until(body: list[Instruction], start: int, ends: Any) -> list[Instruction] | None:
+def _until(body: list[Instruction], start: int, ends: Callable[[Instruction], bool]) -> list[Instruction] | None:
     """The instructions after `start` up to the one that `ends` it: it uses the start, or what was made from it."""
     made = {body[start].name}
     for i in range(start + 1, len(body)):

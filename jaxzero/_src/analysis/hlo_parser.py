@@ -1,4 +1,4 @@
-"""The text of a compiled program (optimized HLO) as computations and instructions, and what runs how often.
+"""The text of a compiled program (optimized HLO), parsed into computations and instructions, with how often each runs.
 
 Covers what XLA prints for CPUs, GPUs and TPUs in both supported JAX versions: groups of devices as lists or as
 named mesh axes, collectives as one instruction, as `-start` and `-done`, or as TPU fusions that begin and end one.
@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import math
 import re
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 _WIDTH = {"pred": 1, "bf16": 2, "f16": 2, "c64": 8, "c128": 16}
 _ARRAY = re.compile(r"\b(pred|bf16|[fsuc]\d+)(?:e\w+)?\[([\d,]*)\]")
@@ -16,7 +16,7 @@ _HEAD = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{$")
 _LINE = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([a-z][\w\-]*)\(")
 _CALLEES = re.compile(r"(?:body|condition|to_apply|calls|true_computation|false_computation)=%?([\w.\-]+)")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
-_TURNS = re.compile(r'known_trip_count":\{"n":"(\d+)"')
+_TRIP_COUNT = re.compile(r'known_trip_count":\{"n":"(\d+)"')
 _PRODUCT = re.compile(r'" ?__cublas|custom_call_target="__(?:cublas|onednn\$matmul|cudnn\$conv|cudnn\$fmha)')
 
 Groups = tuple[tuple[int, ...], ...]
@@ -31,7 +31,7 @@ class Instruction(NamedTuple):
     line: str
 
 
-class Argument(NamedTuple):
+class HloArgument(NamedTuple):
     """One argument of the program, as one device holds it.
 
     Attributes:
@@ -48,7 +48,7 @@ class Argument(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Program:
+class HloProgram:
     """A parsed program.
 
     Attributes:
@@ -110,7 +110,7 @@ class Program:
                     pending.append(caller)
         return found
 
-    def arguments(self) -> list[Argument]:
+    def arguments(self) -> list[HloArgument]:
         """The arguments of the program."""
         out = []
         for x in self.computations.get(self.entry, ()):
@@ -118,7 +118,7 @@ class Program:
                 number = re.search(r" parameter\((\d+)\)", x.line)
                 name = re.search(r'op_name="((?:[^"\\]|\\.)*)"', x.line)
                 text = name[1].replace("\\'", "'").replace('\\"', '"') if name else ""
-                out.append(Argument(int(number[1]) if number else -1, text, _dims(x.type), nbytes(x.type)))
+                out.append(HloArgument(int(number[1]) if number else -1, text, _dims(x.type), nbytes(x.type)))
         return sorted(out)
 
     def reused(self) -> set[int]:
@@ -127,7 +127,7 @@ class Program:
         return {int(n) for n in re.findall(r": \((\d+), \{[^}]*\}", table[1])} if table else set()
 
 
-def parse(text: str) -> Program:
+def parse(text: str) -> HloProgram:
     """A program from its text."""
     lines = text.splitlines()
     computations: dict[str, list[Instruction]] = {}
@@ -140,17 +140,17 @@ def parse(text: str) -> Program:
             computations[here] = []
         elif found := _LINE.match(line):
             computations.setdefault(here, []).append(Instruction(found[1], found[2], found[3], line))
-            trip_count = _turns(line, computations)
+            trip_count = _trip_count(line, computations)
             for name in _called(line):
                 callers.setdefault(name, []).append(
                     (here, trip_count, f"body=%{name}" in line or f"body={name}" in line)
                 )
-    return Program(lines[0] if lines else "", computations, entry, callers)
+    return HloProgram(lines[0] if lines else "", computations, entry, callers)
 
 
-def _turns(line: str, computations: dict[str, list[Instruction]]) -> int:
-    """How often a loop runs: as XLA knows, or as its condition says, which counts up to a constant (TPU)."""
-    if known := _TURNS.search(line):
+def _trip_count(line: str, computations: dict[str, list[Instruction]]) -> int:
+    """How often a loop runs: from XLA's annotation, or from its condition that counts up to a constant (TPU)."""
+    if known := _TRIP_COUNT.search(line):
         return int(known[1])
     loop = re.search(r" while\(.*condition=%?([\w.\-]+)", line)
     for x in computations.get(loop[1], ()) if loop else ():
@@ -250,8 +250,8 @@ def _unravel(index: int, shape: tuple[int, ...]) -> tuple[int, ...]:
 # --- compiled objects ----------------------------------------------------------------------------
 
 
-def text_of(call: str, compiled: Any) -> str:
-    """The text of what `jax.jit(f).lower(*args).compile()` returned, or a text; refuses what has none."""
+def text_of(call: str, compiled: object) -> str:
+    """The text of a compiled program, which may be given as text already; refuses everything else."""
     found = compiled
     if not isinstance(compiled, str):
         as_text = getattr(compiled, "as_text", None)

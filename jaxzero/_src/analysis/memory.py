@@ -1,4 +1,4 @@
-"""What a compiled program needs of each device's memory."""
+"""The memory that a compiled program needs on each device."""
 
 import dataclasses
 from typing import Any

@@ -23,7 +23,7 @@ class AtRest:
       parameters: Bytes of parameters.
       gradients: Bytes of gradients, as `value_and_grad` returns them.
       state: Bytes of optimizer state.
-      host: Of parameters and state, the bytes that rest in the host's memory (`offload`).
+      host: The part of parameters and state in the host's memory (`offload`).
     """
 
     stage: int
@@ -34,12 +34,12 @@ class AtRest:
 
     @property
     def total(self) -> int:
-        """Parameters, gradients and state, wherever they rest."""
+        """Parameters, gradients and state, in both memories."""
         return self.parameters + self.gradients + self.state
 
     @property
     def device(self) -> int:
-        """What of it rests in the device's memory."""
+        """The part in the device's memory."""
         return self.total - self.host
 
 
@@ -54,7 +54,7 @@ class PlannedLeaf:
       layout: ``"rows"``, ``"flat"``, ``"stacked"`` (cut inside each layer, in rows or flat) or ``"whole"``: how
         its optimizer state is cut, its gradient from stage 2 on, and at stage 3 the parameter itself.
       stored_shape: The shape of a global array with this layout.
-      padding: Elements of that array that stand for nothing.
+      padding: Elements of that array that are padding.
       parameters: Bytes per device of the parameter at rest.
       gradients: Bytes per device of its gradient.
       state: Bytes per device of the optimizer state that belongs to it.
@@ -103,7 +103,7 @@ class Plan:
 
     @property
     def total(self) -> int:
-        """Bytes per device at rest, those in the host's memory among them."""
+        """Bytes per device at rest, including the host's memory."""
         return self.at_rest[self.stage].total
 
     @property
@@ -119,8 +119,8 @@ class Plan:
 
     def __repr__(self) -> str:
         host = self.at_rest[self.stage].host
-        resting = f"{size_text(self.total)} at rest" + (f" ({size_text(host)} on the host)" if host else "")
-        sizes = f"{resting}, {size_text(self.sent)} sent"
+        held = f"{size_text(self.total)} at rest" + (f" ({size_text(host)} on the host)" if host else "")
+        sizes = f"{held}, {size_text(self.sent)} sent"
         return f"Plan(stage={self.stage}, {len(self.leaves)} leaves, {sizes})"
 
     def __str__(self) -> str:
@@ -253,7 +253,7 @@ def blocks(leaves: Sequence[PlannedLeaf]) -> list[tuple[str, list[PlannedLeaf]]]
 
     Layers are `h/0/w` or `Block_0/Dense_0/kernel`, so any number in a path may count them.
     """
-    groups: dict[Any, list[PlannedLeaf]] = {}
+    groups: dict[tuple[object, ...], list[PlannedLeaf]] = {}
     for leaf in leaves:
         same = (leaf.shape, leaf.dtype, leaf.layout, leaf.padding, leaf.parameters, leaf.gradients, leaf.state)
         groups.setdefault((_DIGITS.sub("#", leaf.path), *same), []).append(leaf)

@@ -1,4 +1,4 @@
-"""How the leaves of a plan travel: who shares a bucket or a chunk, and what one step sends."""
+"""The traffic of a plan: which leaves share a bucket or a chunk, and what one step sends."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -7,7 +7,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from ..comm import collectives, placement
+from .._types import Path, PyTree
+from ..comm.collectives import bucketed
+from ..comm.placement import shard
 from ..comm.reduce import GradReducer
 from ..fsdp.observe import ObservedLoss
 from ..fsdp.schedule import Schedule
@@ -17,8 +19,8 @@ from ..gradients.program import param_inputs
 from ..gradients.value_and_grad import mean_gradient
 from ..jaxpr.collectives import Sent, total
 from ..jaxpr.flat import Var
-from ..optimizer import wrapper
 from ..optimizer.trace import naming_missing_extra
+from ..optimizer.wrapper import wrap
 from ..sharding.axes import Axes
 from ..sharding.layout import Layout
 from ..sharding.leaves import Leaf, Leaves
@@ -29,7 +31,7 @@ CALL = "plan"
 
 
 def loss_of(options: Options, leaves: Leaves, how: GradOptions) -> ObservedLoss:
-    """The observed loss, without aux; else one that stands for it."""
+    """The observed loss, without aux, or the default loss."""
     seen = options.observed and options.observed.loss
     if seen is None:
         axes, _ = resolve_axes(options, CALL)
@@ -40,8 +42,8 @@ def loss_of(options: Options, leaves: Leaves, how: GradOptions) -> ObservedLoss:
 # --- buckets and chunks --------------------------------------------------------------------------
 
 
-def buckets(options: Options, leaves: Leaves, axes: Axes) -> dict[Any, int]:
-    """Key path -> number of the collective that reduces its gradient; empty at stage 3, which has chunks."""
+def buckets(options: Options, leaves: Leaves, axes: Axes) -> dict[Path, int]:
+    """The number of the collective that reduces each gradient, by key path; empty at stage 3, which has chunks."""
     if options.stage == 3:
         return {}
     moving = [leaf for leaf in leaves.leaves if leaf.trainable and (options.stage == 1 or leaf.layout)]
@@ -52,14 +54,14 @@ def buckets(options: Options, leaves: Leaves, axes: Axes) -> dict[Any, int]:
     ]
     if options.stage == 1:  # the loss travels first
         values, layouts = [jax.ShapeDtypeStruct((), jnp.float32), *values], [Layout((), 1, "flat"), *layouts]
-    groups = collectives.bucketed(values, layouts, options.bucket_bytes)
+    groups = bucketed(values, layouts, options.bucket_bytes)
     first = len(values) - len(moving)
     return {moving[i - first].path: number for number, group in enumerate(groups) for i in group if i >= first}
 
 
-def chunks(schedule: Schedule, held: dict[Var, Leaf]) -> dict[Any, int]:
-    """Key path -> number of the gather that brings it to its first use; `held`: input -> the leaf that it holds."""
-    out: dict[Any, int] = {}
+def chunks(schedule: Schedule, held: dict[Var, Leaf]) -> dict[Path, int]:
+    """The number of the gather before the first use of each leaf, by key path; `held`: the leaf of each input."""
+    out: dict[Path, int] = {}
     for number, members in enumerate(_gathered(schedule, held)):
         for leaf in members:
             out.setdefault(leaf.path, number)
@@ -68,7 +70,7 @@ def chunks(schedule: Schedule, held: dict[Var, Leaf]) -> dict[Any, int]:
 
 
 def _gathered(schedule: Schedule, held: dict[Var, Leaf]) -> Iterator[list[Leaf]]:
-    """The leaves that each gather brings, in order; those in a scan's body in the place of the scan."""
+    """The leaves of each gather, in order; gathers in a scan's body come at the position of the scan."""
     after = {number: step for number, step in enumerate(schedule.flat.steps) if step in schedule.scans}
     done = 0
     for number in range(len(schedule.flat.steps) + 1):
@@ -84,42 +86,42 @@ def _gathered(schedule: Schedule, held: dict[Var, Leaf]) -> Iterator[list[Leaf]]
 # --- bytes ---------------------------------------------------------------------------------------
 
 
-def at_rest(options: Options, leaves: Leaves) -> Any:
-    """Abstract parameters as they rest between steps."""
+def stored_params(options: Options, leaves: Leaves) -> PyTree:
+    """Abstract parameters as they are stored between steps."""
     whole = leaves.unflatten([jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves.leaves])
-    return jax.eval_shape(lambda p: placement.shard(options, p, CALL), whole)
+    return jax.eval_shape(lambda p: shard(options, p, CALL), whole)
 
 
 def trace(
-    options: Options, leaves: Leaves, inner: optax.GradientTransformation | None, resting: Any, how: GradOptions
-) -> tuple[tuple[Sent, ...], dict[Any, int]]:
-    """What one training step sends, and its chunks: read from the traces of `value_and_grad` and `apply` themselves.
+    options: Options, leaves: Leaves, inner: optax.GradientTransformation | None, stored: PyTree, how: GradOptions
+) -> tuple[tuple[Sent, ...], dict[Path, int]]:
+    """What one training step sends, and its chunks, read from traces of `value_and_grad` and `apply`.
 
     Args:
       options: The options.
       leaves: The parameters.
       inner: The optimizer; without one only the gather of new parameters is counted.
-      resting: Abstract parameters at rest.
+      stored: Abstract parameters as they are stored between steps.
       how: How the loss is differentiated.
 
     Returns:
       What each device sends, by phase, axes and kind; the chunk of each key path, at stage 3.
     """
     loss = loss_of(options, leaves, how)
-    gathered_by: dict[Any, int] = {}
+    gathered_by: dict[Path, int] = {}
 
-    def run(spec: CallSpec, params: Sequence[jax.Array], arrays: Sequence[jax.Array]) -> Any:
+    def run(spec: CallSpec, params: Sequence[jax.Array], arrays: Sequence[jax.Array]) -> PyTree:
         watch = lambda program, schedule: gathered_by.update(
             chunks(schedule, dict(zip(param_inputs(spec, program, schedule.flat), leaves.leaves, strict=True)))
         )
         return mean_gradient(loss.fn, how, spec, params, arrays, watch)
 
     grad_fn = compiled_per_call(CALL, options, loss.whole_argnums, True, run, how.accumulate)
-    backward, (_, grads) = jax.make_jaxpr(grad_fn, return_shape=True)(resting, *loss.batch)
-    tx: Any = wrapper.wrap(options, optax.sgd(0.0) if inner is None else inner, False)
+    backward, (_, grads) = jax.make_jaxpr(grad_fn, return_shape=True)(stored, *loss.batch)
+    tx: Any = wrap(options, optax.sgd(0.0) if inner is None else inner, False)
     apply = lambda g, s, p: tx.calls.apply(g, s, p, {})
     with naming_missing_extra(CALL, "zero.plan(params) for a plan without the optimizer."):
-        update = jax.make_jaxpr(apply)(grads, tx.init(resting), resting)
+        update = jax.make_jaxpr(apply)(grads, tx.init(stored), stored)
     sizes = dict(options.mesh.shape)
     traffic = total("gradient", backward.jaxpr, sizes) + total("update", update.jaxpr, sizes)
     return traffic, gathered_by

@@ -1,18 +1,17 @@
-"""Fills in the plan: what each device will hold and send, from shapes and the traced step."""
-
-from typing import Any
+"""Makes the plan, from shapes and the traced step."""
 
 import jax
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from .._text import path_text
+from .._types import Path, PyTree
 from ..gradients.checks import GradOptions
 from ..jaxpr.calls import nbytes
-from ..optimizer import wrapper
 from ..optimizer.trace import MissingExtra
-from ..sharding import checks
-from ..sharding import host as sharding_host
+from ..optimizer.wrapper import wrap
+from ..sharding.checks import check_params
+from ..sharding.host import PINNED_HOST
 from ..sharding.layout import Shape
 from ..sharding.leaves import Leaf, Leaves, is_key, owner
 from ..sharding.options import STAGES, Options, memory_kind, param_leaves, resolve_axes
@@ -25,7 +24,7 @@ UNKNOWN_UPDATE = "what the update of the optimizer sends is missing"
 
 
 def make_plan(
-    options: Options, params: Any, inner: optax.GradientTransformation | None, accumulate: int, sync: str
+    options: Options, params: PyTree, inner: optax.GradientTransformation | None, accumulate: int, sync: str
 ) -> Plan:
     """See `Zero.plan`."""
     axes, manual = resolve_axes(options, CALL)
@@ -38,15 +37,15 @@ def make_plan(
             f"{CALL}: the parameters have no leaf. Found {type(params).__name__}; expected a tree of arrays. Fix: pass "
             "parameters, for example jax.eval_shape(init_fn, key)."
         )
-    checks.check_params(CALL, options, params)
+    check_params(CALL, options, params)
     leaves = param_leaves(options, params, axes.n)
-    resting = planned_traffic.at_rest(options, leaves)
-    own, other, hosted, unsharded = _state(options, leaves, resting, inner)
+    stored = planned_traffic.stored_params(options, leaves)
+    own, other, hosted, unsharded = _state(options, leaves, stored, inner)
     buckets = planned_traffic.buckets(options, leaves, axes)
     try:
-        (traffic, chunks), missing = planned_traffic.trace(options, leaves, inner, resting, how), ""
+        (traffic, chunks), missing = planned_traffic.trace(options, leaves, inner, stored, how), ""
     except MissingExtra as error:
-        (traffic, chunks), missing = planned_traffic.trace(options, leaves, None, resting, how), str(error.__cause__)
+        (traffic, chunks), missing = planned_traffic.trace(options, leaves, None, stored, how), str(error.__cause__)
     state = sum(own.values()) + other
     return Plan(
         options.stage,
@@ -64,8 +63,10 @@ def make_plan(
     )
 
 
-def _notes(options: Options, inner: Any, how: GradOptions, leaves: Leaves, missing: str) -> tuple[str, ...]:
-    """What the figures depend on."""
+def _notes(
+    options: Options, inner: optax.GradientTransformation | None, how: GradOptions, leaves: Leaves, missing: str
+) -> tuple[str, ...]:
+    """The assumptions behind the figures."""
     out = ["sent: bytes that leave each device in a ring, in one step of value_and_grad and apply"]
     if inner is None:
         out.append("no optimizer was given: its state and what its update sends are missing")
@@ -79,7 +80,9 @@ def _notes(options: Options, inner: Any, how: GradOptions, leaves: Leaves, missi
     if options.stage > 1:
         what = "gathers parameters and reduces gradients" if options.stage == 3 else "reduces gradients"
         once = options.stage == 2 and how.sync == "once"
-        out.append(f"accumulate={how.accumulate}: " + ("gradients are reduced once" if once else f"each turn {what}"))
+        out.append(
+            f"accumulate={how.accumulate}: " + ("gradients are reduced once" if once else f"each micro-step {what}")
+        )
     if options.stage == 3:
         seen = options.observed and options.observed.loss
         out.append(
@@ -91,7 +94,7 @@ def _notes(options: Options, inner: Any, how: GradOptions, leaves: Leaves, missi
     return tuple(out)
 
 
-def _row(options: Options, leaf: Leaf, state: int, buckets: dict[Any, int], chunks: dict[Any, int]) -> PlannedLeaf:
+def _row(options: Options, leaf: Leaf, state: int, buckets: dict[Path, int], chunks: dict[Path, int]) -> PlannedLeaf:
     layout = leaf.layout
     return PlannedLeaf(
         path_text(leaf.path),
@@ -129,7 +132,7 @@ def _param_bytes(options: Options, leaf: Leaf, stage: int) -> int:
 
 
 def _grad_bytes(options: Options, leaf: Leaf, stage: int) -> int:
-    """A key has no gradient; that of other leaves that pass through is zeros."""
+    """Bytes of a leaf's gradient: none for a key; other leaves that pass through have a zero gradient."""
     return 0 if is_key(leaf.dtype) else _bytes(options, leaf, stage >= 2)
 
 
@@ -144,17 +147,17 @@ def local_shape(options: Options, shape: Shape, spec: PartitionSpec) -> Shape:
 
 
 def _state(
-    options: Options, leaves: Leaves, resting: Any, inner: optax.GradientTransformation | None
-) -> tuple[dict[Any, int], int, int, int]:
-    """Bytes per device of state: by the key path of its parameter; of other state; on the host; of all unsharded."""
+    options: Options, leaves: Leaves, stored: PyTree, inner: optax.GradientTransformation | None
+) -> tuple[dict[Path, int], int, int, int]:
+    """Bytes per device of state: by the key path of its parameter; other state; on the host; all, unsharded."""
     if inner is None:
         return {}, 0, 0, 0
     by_path = {leaf.path: leaf for leaf in leaves.leaves}
-    own: dict[Any, int] = {}
+    own: dict[Path, int] = {}
     other = hosted = 0
-    for path, x in jax.tree_util.tree_leaves_with_path(wrapper.wrap(options, inner, False).init(resting)):
+    for path, x in jax.tree_util.tree_leaves_with_path(wrap(options, inner, False).init(stored)):
         size = nbytes(x.sharding.shard_shape(x.shape), x.dtype)
-        hosted += size * (x.sharding.memory_kind == sharding_host.PINNED_HOST)
+        hosted += size * (x.sharding.memory_kind == PINNED_HOST)
         leaf = owner(path, None, by_path)
         if leaf is None:
             other += size

@@ -1,7 +1,7 @@
-"""Devices of machines that are not here, so that a step can be compiled for them: nothing runs on them.
+"""Abstract devices of other machines, so that a step can be compiled for them; nothing runs on them.
 
-The compilers of XLA come with the plug-ins of JAX and need no accelerator. A GPU compiler is told what it
-compiles for by a *target config*, a text proto of hardware figures; a TPU compiler knows its chips by name.
+The compilers of XLA come with the plug-ins of JAX and need no accelerator. A *target config*,
+a text proto of hardware figures, describes the GPU to the GPU compiler; a TPU compiler knows its chips by name.
 """
 
 import importlib.util
@@ -35,7 +35,7 @@ _GPUS: dict[str, dict[str, Any]] = {
 #: Dimensions of the grid of chips, and an example.
 _TPUS = {"v5e": (2, "v5e:4x4"), "v5p": (3, "v5p:4x4x4"), "v6e": (2, "v6e:4x4")}
 
-#: What libtpu would otherwise ask a metadata server for, and its lock, which is for those that use a chip.
+#: What libtpu would otherwise request from a metadata server, and its lock, which matters only where a chip is used.
 _LIBTPU = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_WORKER_HOSTNAMES": "localhost",
@@ -48,8 +48,8 @@ def topology(name: str, *, nodes: int | None = None, per_node: int | None = None
     """Abstract devices of a machine that need not be here: put them in a `Mesh`, then lower and compile for it.
 
     Sends nothing and touches no accelerator: only the compiler of the plug-in is loaded. In a process that has
-    used no device yet and where `JAX_PLATFORMS` is not set, JAX is told to use CPU devices from then on, so that
-    compiling does not start an accelerator either; train in another process, or look at `jax.devices()` first.
+    used no device yet and where `JAX_PLATFORMS` is not set, JAX uses CPU devices from then on, so that compiling
+    does not start an accelerator either; train in another process, or look at `jax.devices()` first.
 
     Args:
       name: ``"h100"``, ``"a100"`` or ``"h200"``, with ``":2x8"`` for 2 nodes of 8 GPUs; or ``"v5e:4x4"``,

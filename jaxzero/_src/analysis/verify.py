@@ -1,14 +1,14 @@
-"""What a compiled training step does, held against what its plan promises."""
+"""Compares a compiled training step with what its plan promises."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import jax
 import optax
 
 from .._table import table
 from .._text import path_text, size_text
+from .._types import Path, PyTree
 from ..jaxpr.collectives import GATHER, REDUCE, SCATTER
 from ..sharding.axes import Axes
 from ..sharding.layout import Shape
@@ -16,11 +16,11 @@ from ..sharding.leaves import Leaf
 from ..sharding.options import Options, param_leaves, resolve_axes
 from . import planner
 from .hlo import Collectives, collectives
-from .hlo_parser import Argument, Program, parse, sizes, text_of
+from .hlo_parser import HloArgument, HloProgram, parse, sizes, text_of
 from .plan import Plan, not_split
 
 CALL = "verify"
-#: Bytes below which a collective, an argument or a difference is no matter.
+#: A collective, an argument or a difference of fewer bytes is ignored.
 SMALL = 4096
 #: Collectives of all kinds together.
 ANY = "traffic"
@@ -28,14 +28,14 @@ ANY = "traffic"
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """One promise and what became of it.
+    """One promise of the plan, compared with the compiled program.
 
     Attributes:
-      what: What is promised: traffic of a kind over some axes, memory, ...
+      what: The promise: traffic of a kind over some axes, memory, ...
       promised: Bytes, or a count where `what` says so.
       found: The same, in the compiled program.
       problem: What is wrong; empty if nothing is.
-      fix: What to do about it.
+      fix: How to correct it.
     """
 
     what: str
@@ -72,8 +72,8 @@ def promised_and_found(checks: Sequence[Check]) -> str:
 
 def verify(
     options: Options,
-    compiled: Any,
-    params: Any,
+    compiled: jax.stages.Compiled | str,
+    params: PyTree,
     inner: optax.GradientTransformation | None,
     accumulate: int,
     sync: str,
@@ -113,9 +113,9 @@ def verify(
 
 
 def _traffic(
-    options: Options, program: Program, plan: Plan, found: Collectives, axes: Axes, known: bool
+    options: Options, program: HloProgram, plan: Plan, found: Collectives, axes: Axes, known: bool
 ) -> Iterator[Check]:
-    """Bytes sent, by kind and axes; those over axes that are not jaxzero's are not its promise."""
+    """Checks of bytes sent, by kind and axes; other mesh axes are not checked."""
     promised: dict[tuple[str, tuple[str, ...]], float] = {}
     for row in plan.traffic:
         promised[row.kind, row.axes] = promised.get((row.kind, row.axes), 0.0) + row.nbytes
@@ -124,7 +124,7 @@ def _traffic(
         if x.sent and set(x.axes or ()) & set(axes.every):
             sent[x.kind, x.axes or ()] = sent.get((x.kind, x.axes or ()), 0.0) + x.sent
     most = promised
-    if program.on_tpu:  # an all-reduce sends twice what it stands for
+    if program.on_tpu:  # an all-reduce sends twice as much as the gather or reduce-scatter that it replaces
         most = _together({key: nbytes if key[0] == REDUCE else 2 * nbytes for key, nbytes in promised.items()})
         promised, sent = _together(promised), _together(sent)
     elif program.on_cpu and _narrow(options, plan):
@@ -143,7 +143,7 @@ def _traffic(
 
 
 def _together(sent: dict[tuple[str, tuple[str, ...]], float]) -> dict[tuple[str, tuple[str, ...]], float]:
-    """All kinds in one: XLA makes all-reduces of gathers and reduce-scatters for TPUs."""
+    """The sum over all kinds: for TPUs XLA replaces gathers and reduce-scatters by all-reduces."""
     out: dict[tuple[str, tuple[str, ...]], float] = {}
     for (_, over), nbytes in sent.items():
         out[ANY, over] = out.get((ANY, over), 0.0) + nbytes
@@ -151,17 +151,17 @@ def _together(sent: dict[tuple[str, tuple[str, ...]], float]) -> dict[tuple[str,
 
 
 def _narrow(options: Options, plan: Plan) -> bool:
-    """Whether numbers of 16 bits travel: XLA sends them as float32 between CPUs."""
+    """Whether 16-bit numbers are sent: XLA sends them as float32 between CPUs."""
     wire = [options.reduce_dtype or "float32", *(leaf.dtype for leaf in plan.leaves if leaf.layout != "whole")]
     return any(jax.numpy.dtype(dtype).itemsize < 4 for dtype in wire)
 
 
-def _limits(options: Options, program: Program, kind: str, promised: float, most: float) -> tuple[float, float]:
-    """The least and the most that keep a promise; `most`: what XLA may make of it.
+def _limits(options: Options, program: HloProgram, kind: str, promised: float, most: float) -> tuple[float, float]:
+    """The least and the most bytes that keep a promise; `most`: the promise after XLA's rewrites.
 
-    For CPUs XLA may merge the gathers of one parameter; for TPUs it sends operands of products as bfloat16, sums
-    before a loop ends what was to be reduced in each turn, and reduces what was to be gathered. What a loss does with
-    its parameters nobody knows that has not observed it.
+    For CPUs XLA may merge the gathers of one parameter. For TPUs it sends operands of products as bfloat16, sums over
+    the iterations of a loop before it reduces, and replaces gathers by reductions. Without `observe` the number of
+    gathers per parameter is unknown, so only a lower bound is checked.
     """
     seen = options.stage < 3 or (options.observed is not None and options.observed.loss is not None)
     if promised <= SMALL:
@@ -199,9 +199,9 @@ def _extra(key: tuple[str, tuple[str, ...]], axes: Axes) -> str:
 
 
 def _on_use(
-    options: Options, program: Program, found: Collectives, leaves: Sequence[Leaf], axes: Axes, accumulate: int
+    options: Options, program: HloProgram, found: Collectives, leaves: Sequence[Leaf], axes: Axes, accumulate: int
 ) -> Iterator[Check]:
-    """Parameters are gathered where they are used: stacked ones layer by layer, others a few at a time."""
+    """Checks that parameters are gathered where they are used: stacked ones layer by layer, others a few at a time."""
     if options.stage < 3:
         return
     fix = "no zero.gather in the step: zero.value_and_grad gathers parameters where they are used."
@@ -221,8 +221,8 @@ def _on_use(
         yield Check("all-gather before the first use", plain / 2, sum(early), problem, fix)
 
 
-def _before_products(program: Program, least: int) -> Iterator[list[int]]:
-    """Of each computation, the bytes of its large gathers before its first matrix product."""
+def _before_products(program: HloProgram, least: int) -> Iterator[list[int]]:
+    """For each computation, the bytes of its large gathers before its first matrix product."""
     for body in program.computations.values():
         first = next((i for i, x in enumerate(body) if program.is_product(x)), 0)
         early = [max(sizes(x.type), default=0) for x in body[:first] if x.op in (GATHER, f"{GATHER}-start")]
@@ -236,10 +236,10 @@ def _nbytes(leaf: Leaf) -> int:
     return leaf.cut.size * jax.numpy.dtype(leaf.dtype).itemsize
 
 
-def _owned(options: Options, program: Program, leaves: Sequence[Leaf]) -> list[tuple[Argument, Leaf]]:
+def _owned(options: Options, program: HloProgram, leaves: Sequence[Leaf]) -> list[tuple[HloArgument, Leaf]]:
     """The arguments that are parameters, or state like one: their names end with its path, and they have its shape.
 
-    Other shapes are those of examples that are called like a parameter, or of state of another shape (Adafactor).
+    Arguments of other shapes are examples named like a parameter, or state of another shape (Adafactor).
     """
     by_name = {jax.tree_util.keystr(leaf.path): leaf for leaf in leaves}
     out = []
@@ -267,10 +267,10 @@ def _shapes(options: Options, leaf: Leaf) -> tuple[Shape, Shape, Shape]:
 
 
 def _at_rest(
-    options: Options, plan: Plan, owned: Sequence[tuple[Argument, Leaf]], with_state: bool, axes: Axes
+    options: Options, plan: Plan, owned: Sequence[tuple[HloArgument, Leaf]], with_state: bool, axes: Axes
 ) -> Iterator[Check]:
-    """No leaf of state is whole, no parameter of stage 3; and all together are no more than planned."""
-    whole: dict[Any, list[Argument]] = {}
+    """Checks that no state and no parameter of stage 3 is whole, and that the sum of bytes is as planned."""
+    whole: dict[Path, list[HloArgument]] = {}
     for argument, leaf in owned:
         split, *full = _shapes(options, leaf)
         if argument.shape in full and argument.shape != split:
@@ -285,16 +285,16 @@ def _at_rest(
             problem = f"whole on every device among {names}"
             yield Check(what, share, found, problem, "tx.init of zero.optimizer, zero.shard and zero.init split them.")
     if with_state:
-        rest = plan.at_rest[options.stage]
-        want = rest.parameters + rest.state - plan.other_state
+        stored = plan.at_rest[options.stage]
+        want = stored.parameters + stored.state - plan.other_state
         have = sum(a.nbytes for a, _ in owned)
         problem = "above the plan" if have > 1.01 * want + SMALL else ""
         fix = "what the step takes is the state of tx.init and the parameters of zero.shard."
         yield Check("parameters and state at rest", want, have, problem, fix)
 
 
-def _reused(program: Program, owned: Sequence[tuple[Argument, Leaf]]) -> Iterator[Check]:
-    """Old parameters and state make room for the new ones."""
+def _reused(program: HloProgram, owned: Sequence[tuple[HloArgument, Leaf]]) -> Iterator[Check]:
+    """Checks that new parameters and state take the memory of the old ones."""
     again = program.reused()
     want = sum(a.nbytes for a, _ in owned)
     lost = [a for a, _ in owned if a.number not in again]
