@@ -6,6 +6,7 @@ The comparisons are functions, so that `test_mutations.py` can show that each of
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
+import chex
 import helpers
 import jax
 import jax.numpy as jnp
@@ -168,7 +169,7 @@ def train(
             jax.shard_map(local_step, mesh=mesh, in_specs=(held, specs, P(axes), P()), out_specs=(held, specs, P()))
         )
 
-    step = None if way.startswith("inside") and not grows else jax.jit(global_step)
+    step: Callable[..., Any] = jax.jit(global_step)
     losses = []
     for i, batch in enumerate(batches):
         if way.startswith("inside") and i == grows:
@@ -224,16 +225,16 @@ def varying_where_it_is_not(tree: Any, axes: Sequence[str]) -> Any:
 def assert_params_equal(got: Any, want: Any, rtol: float = 2e-5, atol: float = 2e-6) -> None:
     """Values of all leaves, shapes and dtypes, and every replica of them."""
     helpers.assert_all_shards_equal(got)
-    assert jax.tree.structure(got) == jax.tree.structure(want)
+    chex.assert_trees_all_equal_structs(got, want)
     for (path, b), a in zip(jax.tree_util.tree_leaves_with_path(want), jax.tree.leaves(got), strict=True):
-        path = helpers.name(path)
-        assert jnp.asarray(a).dtype == jnp.asarray(b).dtype, f"{path}: {a.dtype}, expected {b.dtype}"
+        where = helpers.name(path)
+        assert jnp.asarray(a).dtype == jnp.asarray(b).dtype, f"{where}: {a.dtype}, expected {b.dtype}"
         a, b = helpers.host(a), helpers.host(b)
-        assert a.shape == b.shape, f"{path}: shape {a.shape}, expected {b.shape}"
+        assert a.shape == b.shape, f"{where}: shape {a.shape}, expected {b.shape}"
         if b.dtype.kind in "fc":
-            np.testing.assert_allclose(a, b, rtol, atol, err_msg=path)
+            np.testing.assert_allclose(a, b, rtol, atol, err_msg=where)
         else:
-            np.testing.assert_array_equal(a, b, err_msg=path)
+            np.testing.assert_array_equal(a, b, err_msg=where)
 
 
 def logical(stored: Any, like: Any) -> np.ndarray:
@@ -253,16 +254,16 @@ def logical(stored: Any, like: Any) -> np.ndarray:
 def assert_state_equal(got: Any, want: Any, rtol: float = 2e-5) -> None:
     """The state at rest beside the unsharded one: its tree, values on the scale of each leaf, padding, replicas."""
     helpers.assert_all_shards_equal(got)
-    assert jax.tree.structure(got) == jax.tree.structure(want), "the state has another tree structure"
+    chex.assert_trees_all_equal_structs(got, want)
     for (path, b), a in zip(jax.tree_util.tree_leaves_with_path(want), jax.tree.leaves(got), strict=True):
-        path = "state/" + helpers.name(path)
-        assert jnp.asarray(a).dtype == jnp.asarray(b).dtype, f"{path}: {a.dtype}, expected {b.dtype}"
+        where = "state/" + helpers.name(path)
+        assert jnp.asarray(a).dtype == jnp.asarray(b).dtype, f"{where}: {a.dtype}, expected {b.dtype}"
         a, b = logical(a, b), helpers.host(b)
-        assert a.shape == b.shape, f"{path}: shape {a.shape}, expected {b.shape}"
+        assert a.shape == b.shape, f"{where}: shape {a.shape}, expected {b.shape}"
         if b.dtype.kind in "fc":
-            np.testing.assert_allclose(a, b, rtol, rtol * np.max(np.abs(b), initial=0.0), err_msg=path)
+            np.testing.assert_allclose(a, b, rtol, rtol * np.max(np.abs(b), initial=0.0), err_msg=where)
         else:
-            np.testing.assert_array_equal(a, b, err_msg=path)
+            np.testing.assert_array_equal(a, b, err_msg=where)
 
 
 def check(

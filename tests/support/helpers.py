@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import AxisType, Mesh
@@ -33,7 +34,7 @@ def name(path: Any) -> str:
 
 def host(x: Any) -> np.ndarray:
     """A leaf as a NumPy array that can be compared: keys as their data, bfloat16 and the like widened."""
-    if isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+    if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         x = jax.random.key_data(x)
     x = np.asarray(x)
     return x.astype(np.float32) if x.dtype.kind == "V" else x
@@ -44,9 +45,9 @@ def assert_all_shards_equal(tree: Any) -> None:
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         if not isinstance(leaf, jax.Array):
             continue
-        if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             leaf = jax.random.key_data(leaf)
-        first: dict[str, Any] = {}
+        first: dict[str, jax.Shard] = {}
         for shard in leaf.addressable_shards:
             other = first.setdefault(str(shard.index), shard)
             assert np.asarray(other.data).tobytes() == np.asarray(shard.data).tobytes(), (

@@ -1,5 +1,7 @@
 """Parameters of 16 bits, their gradients, and the comparison with their master weights."""
 
+from typing import Any
+
 import checks
 import helpers
 import jax
@@ -9,7 +11,7 @@ import numpy as np
 import jaxzero
 
 MICS = ((2, 4), ("replica", "shard"))
-SETTINGS = {
+SETTINGS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "stage 1": ((8,), dict(stage=1)),
     "stage 2": ((8,), dict(stage=2)),
     "stage 3": ((8,), dict(stage=3)),

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import checks
+import chex
 import helpers
 import jax
 import jax.numpy as jnp
@@ -135,9 +136,10 @@ CASES = {
 }
 
 
-def batches(steps: int = 5) -> list[tuple[np.ndarray, np.ndarray]]:
+def batches(steps: int = 5) -> list[tuple[jax.Array, jax.Array]]:
     rng = np.random.default_rng(0)
-    return [(rng.normal(size=(16, 5)).astype("f"), rng.normal(size=(16, 3)).astype("f")) for _ in range(steps)]
+    normal = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
+    return [(normal(16, 5), normal(16, 3)) for _ in range(steps)]
 
 
 def mse(model: Any, x: jax.Array, y: jax.Array) -> jax.Array:
@@ -151,13 +153,14 @@ def unsharded(case: Case, inner: optax.GradientTransformation) -> tuple[nnx.Modu
     optimizer = nnx.Optimizer(model, inner, wrt=case.wrt)
 
     def drawn(model: nnx.Module, x: jax.Array, y: jax.Array) -> jax.Array:
-        graph, params, keys, rest = nnx.split(model, nnx.Param, nnx.RngKey, ...)
+        graph, *states = nnx.split(model, nnx.Param, nnx.RngKey, ...)
+        params, keys, rest = states
         losses = []
         for i, part in enumerate(zip(jnp.split(x, 8), jnp.split(y, 8), strict=True)):
             mine = jax.tree.map(lambda key, i=i: jax.random.fold_in(key, i), keys)
             losses.append(mse(nnx.merge(graph, params, mine, rest, copy=True), *part))
         model(x)  # counts the draw
-        return sum(losses) / 8
+        return jnp.mean(jnp.stack(losses))
 
     @nnx.jit
     def step(model: nnx.Module, optimizer: nnx.Optimizer, x: jax.Array, y: jax.Array) -> jax.Array:
@@ -166,7 +169,7 @@ def unsharded(case: Case, inner: optax.GradientTransformation) -> tuple[nnx.Modu
         optimizer.update(model, grads)
         return loss
 
-    losses = [float(step(model, optimizer, *batch)) for batch in batches()]
+    losses = [float(step(model, optimizer, x, y)) for x, y in batches()]
     return model, optimizer, losses
 
 
@@ -181,7 +184,7 @@ def plain(case: Case, inner: optax.GradientTransformation, zero: jaxzero.Zero) -
         optimizer.update(model, grads)
         return loss
 
-    losses = [float(step(model, optimizer, *batch)) for batch in batches()]
+    losses = [float(step(model, optimizer, x, y)) for x, y in batches()]
     return model, optimizer, losses
 
 
@@ -189,7 +192,8 @@ def split(case: Case, inner: optax.GradientTransformation, zero: jaxzero.Zero, o
     """`zero.value_and_grad` over a function of the state; at stage 3 parameters are split at rest."""
     axes = checks.axes_of(zero)
     model = case.model(nnx.Rngs(0), axes)
-    graph, params, stats, rest = nnx.split(model, nnx.Param, nnx.BatchStat, ...)
+    graph, *states = nnx.split(model, nnx.Param, nnx.BatchStat, ...)
+    params, stats, rest = states
 
     def loss_fn(params: Any, stats: Any, rest: Any, x: jax.Array, y: jax.Array) -> Any:
         model = nnx.merge(graph, params, stats, rest)
@@ -219,7 +223,7 @@ def compare(got: Any, want: Any, rtol: float = 5e-6) -> None:
     model, optimizer, losses = got
     model_, optimizer_, losses_ = want
     state, state_ = nnx.state(model), nnx.state(model_)
-    assert jax.tree.structure(nnx.as_pure(state)) == jax.tree.structure(nnx.as_pure(state_))
+    chex.assert_trees_all_equal_structs(nnx.as_pure(state), nnx.as_pure(state_))
     helpers.close(nnx.as_pure(state), nnx.as_pure(state_), rtol)
     helpers.assert_all_shards_equal(nnx.as_pure(state))
     checks.assert_state_equal(nnx.as_pure(optimizer.opt_state), nnx.as_pure(optimizer_.opt_state), 4 * rtol)

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+from typing import Any
 
 import checks
 import helpers
@@ -94,7 +95,9 @@ def check(key, world, stage, way):
     case, want = CASES[key], reference(key)
     mesh = helpers.make_mesh(*MESHES[world])
     inside = mesh.axis_names[1:]
-    options = dict(shard_axis=inside[0] if len(inside) == 1 else inside, replica_axis="replica") if inside else {}
+    options: dict[str, Any] = (
+        dict(shard_axis=inside[0] if len(inside) == 1 else inside, replica_axis="replica") if inside else {}
+    )
     got = checks.train(
         jaxzero.Zero(mesh, stage=stage, stacked=stacked, **options),
         case.make(),

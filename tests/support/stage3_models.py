@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import checks
+import chex
 import flax.linen as nn
 import helpers
 import jax
@@ -448,7 +449,7 @@ def sharded(case: Case, zero: jaxzero.Zero) -> tuple[Any, Any]:
     value, grads = zero.value_and_grad(case.loss, has_aux=case.aux, whole_argnums=case.whole)(params, *case.batch)
     arrays = [x for x in jax.tree.leaves((value, grads)) if isinstance(x, jax.Array)]
     helpers.assert_all_shards_equal(arrays)
-    assert jax.tree.structure(grads) == jax.tree.structure(params)
+    chex.assert_trees_all_equal_structs(grads, params)
     for g, p in zip(jax.tree.leaves(grads), jax.tree.leaves(params), strict=True):
         if jnp.issubdtype(p.dtype, jnp.inexact):
             assert (g.shape, g.dtype) == (p.shape, p.dtype)

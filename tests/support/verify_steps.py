@@ -5,6 +5,7 @@ must pass, those of `SABOTAGED` be refused with the message beside them.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -122,7 +123,10 @@ def inside_shard_map(devices: Any) -> Any:
     return zero, {}, compiling(zero, in_a_region(zero, local))
 
 
-HONEST = {
+#: From devices: the options, what else `verify` takes, and what compiles the step.
+Make = Callable[..., tuple[jaxzero.Zero, dict[str, Any], Callable[[], Any]]]
+
+HONEST: dict[str, Make] = {
     "stage 1": functools.partial(plainly, stage=1),
     "stage 2": functools.partial(plainly, stage=2),
     "stage 3": functools.partial(plainly, stage=3, persist_bytes=0),
@@ -223,7 +227,7 @@ def wrong_axis(devices: Any) -> Any:
     return zero, {}, compiling(other, plain_step(other))
 
 
-SABOTAGED = {
+SABOTAGED: dict[str, tuple[Make, str]] = {
     "psum for psum_scatter": (
         psum_for_psum_scatter,
         r"all-reduce over data: not promised; reduce-scatter over data: missing. Fix: jax.lax.psum_scatter over",

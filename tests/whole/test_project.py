@@ -14,6 +14,25 @@ import jaxzero
 
 ROOT = pathlib.Path(__file__).parents[2]
 LONGEST = 600
+#: How many `Any` stand in annotations: what optimizers, losses and trees of parameters are, only their users know.
+MOST_ANY = 410
+#: Folders and files of the package, top to bottom: each imports only what stands below it.
+LAYERS = (
+    *(
+        "__main__",
+        "cli",
+        "export",
+        "__init__",
+        "optax_wrappers",
+        "zero",
+        "analysis",
+        "checkpoint",
+        "gradients",
+        "optimizer",
+        "fsdp",
+    ),
+    *("partition", "comm", "jaxpr", "sharding", "_table", "_positions", "_text", "_types", "_optional", "_version"),
+)
 
 
 def sources(package: pathlib.Path) -> Iterator[tuple[str, str]]:
@@ -40,17 +59,36 @@ def unchecked_regions(package):
     ]
 
 
-def _for_types_only(node: ast.AST) -> bool:
-    return isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
+def hidden_imports(package):
+    """Files whose imports depend on who reads them, which hides a cycle."""
+    return [name for name, text in sources(package) if "TYPE_CHECKING" in text]
+
+
+def _annotations(node: ast.AST) -> list[ast.expr | None]:
+    if isinstance(node, ast.AnnAssign):
+        return [node.annotation]
+    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        return []
+    a = node.args
+    arguments = [*a.posonlyargs, *a.args, *a.kwonlyargs, a.vararg, a.kwarg]
+    return [x.annotation for x in arguments if x] + [node.returns]
+
+
+def any_count(package):
+    """How many `Any` stand in the annotations of arguments, results and attributes."""
+    return sum(
+        isinstance(name, ast.Name) and name.id == "Any"
+        for _, text in sources(package)
+        for node in ast.walk(ast.parse(text))
+        for annotation in _annotations(node)
+        if annotation is not None
+        for name in ast.walk(annotation)
+    )
 
 
 def _imports(tree: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:
-    """All imports, those inside functions too; not those for types only."""
-    for node in ast.iter_child_nodes(tree):
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            yield node
-        elif not _for_types_only(node):
-            yield from _imports(node)
+    """All imports, those inside functions too."""
+    return (node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom))
 
 
 def import_graph(package):
@@ -77,6 +115,22 @@ def cycle(package):
     except graphlib.CycleError as error:
         return error.args[1]
     return None
+
+
+def _layer(module: str) -> str:
+    """Folder or file, below `_src` where there is one; the package itself is `__init__`."""
+    parts = [part for part in module.split(".")[1:] if part != "_src"]
+    return parts[0] if parts else "__init__"
+
+
+def upward_imports(package):
+    """Imports from one layer to another that do not go down `LAYERS`; layers that it does not name."""
+    graph = import_graph(package)
+    rank = {name: i for i, name in enumerate(LAYERS)}
+    empty = {f"{package.name}._src"}
+    unknown = sorted({_layer(m) for m in graph if m not in empty} - rank.keys())
+    pairs = [(a, b) for a, targets in graph.items() for b in sorted(targets - empty)]
+    return unknown or [f"{a} -> {b}" for a, b in pairs if rank[_layer(a)] > rank[_layer(b)]]
 
 
 PACKAGE = ROOT / "jaxzero"
@@ -111,6 +165,15 @@ def test_import_graph_has_no_cycle():
     assert cycle(PACKAGE) is None
 
 
+def test_imports_go_down_the_layers():
+    assert upward_imports(PACKAGE) == []
+    assert hidden_imports(PACKAGE) == []
+
+
+def test_signatures_have_types():
+    assert any_count(PACKAGE) <= MOST_ANY
+
+
 def test_no_registry_host_and_no_machine_path():
     files = [p for p in ROOT.iterdir() if p.is_file() and p.name != ".git"] + [
         p
@@ -141,7 +204,22 @@ def test_no_registry_host_and_no_machine_path():
             True,
         ),
         (cycle, {"__init__.py": "from .a import x", "a.py": "from . import b", "b.py": "import jax"}, None),
-        (cycle, {"a.py": "if TYPE_CHECKING:\n    from .b import x", "b.py": "from .a import x"}, None),
+        (cycle, {"a.py": "if TYPE_CHECKING:\n    from .b import x", "b.py": "from .a import x"}, True),
+        (hidden_imports, {"a.py": "from typing import TYPE_CHECKING", "b.py": "import jax"}, ["bad/a.py"]),
+        (any_count, {"a.py": "def f(x: Any, *y: list[Any]) -> int:\n    z: Any = x", "b.py": "x = Any"}, 3),
+        (
+            upward_imports,
+            {
+                "__init__.py": "from ._src.zero import x",
+                "_src/__init__.py": "",
+                "_src/zero.py": "from .comm import a\nfrom . import comm",
+                "_src/comm/a.py": "def f():\n    from ..zero import x",
+                "_src/comm/b.py": "from . import a\nfrom ..sharding import c",
+                "_src/sharding/c.py": "import bad",
+            },
+            ["bad._src.comm.a -> bad._src.zero", "bad._src.sharding.c -> bad"],
+        ),
+        (upward_imports, {"_src/new/a.py": "", "_src/zero.py": ""}, ["new"]),
     ],
 )
 def test_checks_can_fail(tmp_path, check, files, expected):
