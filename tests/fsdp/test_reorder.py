@@ -1,8 +1,12 @@
 """Whole gradients are made after the product that is the parameter's last use."""
 
+import helpers
 import jax
 import jax.numpy as jnp
+import numpy as np
+import pytest
 
+import jaxzero
 from jaxzero._src.fsdp.gradient_terms import find_terms
 from jaxzero._src.fsdp.reorder import defer_wgrads, wgrad_steps
 from jaxzero._src.jaxpr.flat import flatten
@@ -62,3 +66,36 @@ def test_a_gradient_that_something_else_reads_stays_where_it_is():
     found = find_terms(flat, {i: Layout((8, 8), 8, "rows") for i in (1, 2)})
     made = wgrad_steps(flat, found.terms, lambda position: True)
     assert [tail[-1].outs[0] for tail in made.values()] == [flat.outs[2]]
+
+
+def test_no_step_before_the_first_that_may_move_does():
+    flat, found = traced(two_layers, ARRAY, ARRAY, ARRAY)
+    made = wgrad_steps(flat, found.terms, lambda position: True)
+    same, behind = defer_wgrads(flat, made, products(flat), first=len(flat.steps))
+    assert (same.steps, behind) == (flat.steps, {})
+
+
+@jax.custom_vjp
+def fused(w, v, x):
+    return two_layers(w, v, x)
+
+
+def fused_forward(w, v, x):
+    """The gradients are made in the forward pass, as fused losses of large vocabularies make theirs."""
+    return jax.value_and_grad(two_layers, (0, 1, 2))(w, v, x)
+
+
+fused.defvjp(fused_forward, lambda grads, ct: grads)  # right where the loss is added to others
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_gradients_that_the_forward_pass_makes(mesh8, prefetch):
+    """What the forward pass makes stays in it, so that the end of the forward pass is the same step."""
+    w, v, x = (jax.random.normal(jax.random.key(i), (8, 8)) for i in range(3))
+    loss = lambda p, x: fused(p["w"], p["v"], x) + jnp.sum(x @ p["w"])
+    zero = jaxzero.Zero(mesh8, stage=3, prefetch=prefetch, chunk_bytes=None, persist_bytes=0)
+    params = {"w": w, "v": v}
+    value, grads = zero.value_and_grad(loss, whole_argnums=1)(zero.shard(params), x)
+    want = jax.value_and_grad(loss)(params, x)
+    np.testing.assert_allclose(value, want[0], rtol=1e-5)
+    helpers.close(zero.gather(grads), want[1])

@@ -329,7 +329,7 @@ class _Evaluation:
             evaluation = _Evaluation(scan.body, [*consts, *carry, *xs], reducer, self.vary, given)
             outs, grads = evaluation.run(), evaluation.gradients.shares
             kept = [y for i, y in enumerate(outs[count:], count) if i not in scan.body.lazy and i not in stacks]
-            # Together, so that no whole gradient waits for the next turn: XLA would pipeline its reduction.
+            # Together, so that no whole gradient waits for the next layer: XLA would pipeline its reduction.
             carry, grads = barrier([jnp.asarray(y) for y in outs[:count]], grads)
             put = lambda i: lax.dynamic_update_index_in_dim(stacks[i], grads[i], number, 0)
             left = [evaluation.gathers.node_shards[p] for p in scan.node_shards_out]

@@ -1,4 +1,4 @@
-"""What a loss may return, and how its results are told apart."""
+"""What a loss may return, and which of its results is which."""
 
 import dataclasses
 from collections.abc import Sequence

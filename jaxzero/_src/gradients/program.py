@@ -69,8 +69,8 @@ def trace_gradient(loss: LocalLoss, arrays: Sequence[Array]) -> Program:
     program = trace_sharded(CALL, loss.differentiate, loss.spec, arrays)
     if loss.spec.manual and casts_to_varying(program.jaxpr):
         # Its collectives, or what it closes over: autodiff must know that parameters and examples vary, too.
-        typed = functools.partial(loss.differentiate, check=loss.check_types)
-        program = trace_sharded(CALL, typed, loss.spec, arrays, varying=True)
+        checked = functools.partial(loss.differentiate, check=loss.check_types)
+        program = trace_sharded(CALL, checked, loss.spec, arrays, varying=True)
     return program
 
 
