@@ -227,7 +227,7 @@ def test_unknown_names_are_refused(value):
 
 
 def test_a_backend_without_host_memory_is_refused(monkeypatch):
-    monkeypatch.setattr(host, "KIND", "other_host")
+    monkeypatch.setattr(host, "PINNED_HOST", "other_host")
     expected = checks.saying(
         "Zero: offload=.'state',.", "cannot reach the host's memory", "pinned_host", "drop offload"
     )
