@@ -6,7 +6,7 @@ from typing import Any, Protocol, TypeVar
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
-#: Arrays and `EvenSplit`s in containers that JAX has registered; what is in it only the caller knows.
+#: Arrays and `EvenSplit`s in containers that JAX has registered; the structure is the caller's.
 PyTree = Any
 #: The key path of a leaf, as `jax.tree_util.tree_flatten_with_path` gives it.
 Path = tuple[Any, ...]
@@ -20,7 +20,7 @@ JSON = Any
 DType = Any
 #: What JAX takes for an array: Python numbers, too, are legal leaves.
 ArrayLike = jax.typing.ArrayLike
-#: What goes in comes out, in another place or of another type of JAX's.
+#: The type of an argument that is returned, moved or with another manual axis type.
 T = TypeVar("T", bound=ArrayLike)
 
 

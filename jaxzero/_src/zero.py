@@ -347,7 +347,7 @@ class Zero(Options):
     def observe(
         self, loss_fn: Callable[..., PyTree], params: PyTree, *batch: PyTree, whole_argnums: int | Sequence[int] = ()
     ) -> Self:
-        """A `Zero` that knows how a loss uses its parameters: which leaves a `scan` stacks.
+        """A `Zero` with a record of how a loss uses its parameters: which leaves a `scan` stacks.
 
         Traces only: nothing is computed or sent. A leaf whose every use is as the scanned operand of a
         `scan` is *stacked*: it is split inside each layer, and the scan's body gathers one layer.

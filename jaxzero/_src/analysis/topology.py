@@ -1,7 +1,7 @@
 """Abstract devices of other machines, so that a step can be compiled for them; nothing runs on them.
 
 The compilers of XLA come with the plug-ins of JAX and need no accelerator. A *target config*,
-a text proto of hardware figures, describes the GPU to the GPU compiler; a TPU compiler knows its chips by name.
+a text proto of hardware figures, describes the GPU to the GPU compiler; a TPU compiler has a table of chips.
 """
 
 import importlib.util

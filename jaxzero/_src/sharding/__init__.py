@@ -1,1 +1,1 @@
-"""Layouts, axes, leaves, options, and where arrays stand; knows no program."""
+"""Layouts, axes, leaves, options, and placement of arrays; independent of any traced program."""
