@@ -7,6 +7,12 @@
 PYTHON ?= python3
 VENV ?= .venv
 WORKERS ?= 2
+# A folder that keeps what was compiled: the next run compiles only programs that have changed. make test CACHE=.venv/jax
+ifdef CACHE
+export JAX_COMPILATION_CACHE_DIR := $(abspath $(CACHE))
+export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS := 0
+export JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES := -1
+endif
 ARGS ?=
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -q --durations 15

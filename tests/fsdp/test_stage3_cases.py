@@ -157,14 +157,7 @@ def test_jz_014_one_array_at_two_paths(shape, way):
     tx = zero.optimizer(optax.sgd(0.1))
     loss = lambda p, x: jnp.mean(x) * (2 * jnp.sum(p["emb"]) + 3 * jnp.sum(p["head"]))
 
-    @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def step(split, state, x):
-        _, grads = zero.value_and_grad(loss)(split, x)
-        if way == "apply":
-            return zero.apply(tx, grads, state, split)
-        updates, state = tx.update(grads, state, split)
-        return optax.apply_updates(split, updates), state
-
+    step = jax.jit(checks.apply_step(zero, tx, loss, way), donate_argnums=(0, 1))
     after = zero.gather(step(zero.shard(split), tx.init(split), jnp.ones(8))[0])
     np.testing.assert_allclose(after["emb"], np.full(shape, 0.8), rtol=1e-6)
     np.testing.assert_allclose(after["head"], np.full(shape, 0.7), rtol=1e-6)

@@ -58,14 +58,7 @@ def idle_steps(zero, inner, where, way, batches):
     params = zero.shard(checks.place(idle_params(), zero.mesh, P()))
     state = jax.jit(tx.init)(params)
 
-    def step(params, state, x):
-        _, grads = zero.value_and_grad(idle_loss)(params, x)
-        if way == "apply":
-            return zero.apply(tx, grads, state, params)
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    run = step
+    run = step = checks.apply_step(zero, tx, idle_loss, way)
     if where == "inside":
         at_rest = zero.specs(params) if zero.stage == 3 else P()
         specs = (at_rest, zero.specs(state))

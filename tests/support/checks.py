@@ -119,7 +119,7 @@ def train(
     trained: Callable[[Any], Any] = lambda params: params,
     grows: bool = False,
 ) -> Run:
-    """The same run through jaxzero.
+    """The same run through jaxzero, its step traced once.
 
     Args:
       zero: The options.
@@ -140,6 +140,10 @@ def train(
     params = zero.shard(place(params, mesh, P()))
     state = jax.jit(tx.init)(params)
 
+    chex.clear_trace_counter()  # it counts by source: another run of this function would be one more trace
+    traces = 1 + grows  # of the whole run: a new leaf of state is a new program
+
+    @chex.assert_max_traces(n=traces)
     def global_step(params: Any, state: Any, batch: Any, whole_batch: Any) -> Any:
         if way.startswith("jax.grad"):
             given = zero.gather(params) if zero.stage == 3 else params
@@ -152,6 +156,7 @@ def train(
         updates, state = tx.update(grads, state, params, **more)
         return optax.apply_updates(params, updates), state, value
 
+    @chex.assert_max_traces(n=traces)
     def local_step(params: Any, state: Any, batch: Any, whole_batch: Any) -> Any:
         if way.endswith("apply"):
             value, grads = zero.value_and_grad(loss_fn)(trained(params), batch)
@@ -177,6 +182,19 @@ def train(
         params, state, value = step(params, state, place(batch, mesh, P(axes)), place(batch, mesh, P()))
         losses.append(float(value))
     return Run(zero.gather(params), state, losses)
+
+
+def apply_step(zero: jaxzero.Zero, tx: Any, loss_fn: Callable[..., Any], way: str) -> Callable[..., Any]:
+    """`step(params, state, *batch)` in the global view: `zero.apply`, or `update` and `optax.apply_updates`."""
+
+    def step(params: Any, state: Any, *batch: Any) -> Any:
+        _, grads = zero.value_and_grad(loss_fn)(params, *batch)
+        if way == "apply":
+            return zero.apply(tx, grads, state, params)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    return step
 
 
 def varying(tree: Any, axes: Sequence[str]) -> Any:

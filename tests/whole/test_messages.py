@@ -48,6 +48,12 @@ def inside(f, *args, in_specs=None, out_specs=None, zero=None, check_vma=True):
     return jax.jit(run)(*args)
 
 
+def inside_with_state(zero, local, state):
+    """`local(params, state, batch)` in a user's own region, which gives updates and the state."""
+    specs, batch = zero.specs(state), checks.quadratic_batches(1)[0]
+    inside(local, PARAMS, state, batch, in_specs=(P(), specs, P("data")), out_specs=(P(), specs))
+
+
 # --- gradients -----------------------------------------------------------------------------------
 
 
@@ -148,16 +154,8 @@ def test_split_gradients_without_parameters():
         _, grads = zero.value_and_grad(checks.quadratic)(params, batch)
         return tx.update(grads, state)
 
-    specs = zero.specs(state)
     with refused("update", "params", "split|share", "block/(b|w)", FIX):
-        inside(
-            local,
-            PARAMS,
-            state,
-            checks.quadratic_batches(1)[0],
-            in_specs=(P(), specs, P("data")),
-            out_specs=(P(), specs),
-        )
+        inside_with_state(zero, local, state)
 
 
 def test_a_mask_around_split_gradients():
@@ -180,16 +178,8 @@ def test_extra_argument_that_differs_between_devices():
         value, grads = jax.value_and_grad(checks.quadratic)(checks.varying(params, ("data",)), batch)
         return tx.update(grads, state, params, value=value)
 
-    specs = zero.specs(state)
     with refused("update", "value", "var(y|ies)", "pmean"):
-        inside(
-            local,
-            PARAMS,
-            state,
-            checks.quadratic_batches(1)[0],
-            in_specs=(P(), specs, P("data")),
-            out_specs=(P(), specs),
-        )
+        inside_with_state(zero, local, state)
 
 
 def test_function_that_closes_over_what_differs_between_devices():
@@ -202,16 +192,8 @@ def test_function_that_closes_over_what_differs_between_devices():
         value_fn = lambda p: checks.quadratic(p, batch)
         return tx.update(grads, state, params, value=lax.pmean(value, "data"), grad=grads, value_fn=value_fn)
 
-    specs = zero.specs(state)
     with refused("update", "clos(es|ed) over|value_fn", "var(y|ies)", "pmean"):
-        inside(
-            local,
-            PARAMS,
-            state,
-            checks.quadratic_batches(1)[0],
-            in_specs=(P(), specs, P("data")),
-            out_specs=(P(), specs),
-        )
+        inside_with_state(zero, local, state)
 
 
 # --- meshes, axes, options -----------------------------------------------------------------------

@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any, NamedTuple
 
 import checks
+import chex
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -55,6 +56,18 @@ def dataclasses_():
     return Net(w, [b, w2]), call
 
 
+@chex.dataclass(frozen=True)
+class Layers:
+    first: Dense
+    second: Dense
+
+
+def chex_dataclass():
+    """Frozen, a mapping too, with another kind of tree in it."""
+    w, b, w2 = drawn((5, 16), (16,), (16, 3))
+    return Layers(first=Dense(w, b), second=Dense(w2)), lambda p, x: jnp.tanh(x @ p.first.w + p.first.b) @ p.second.w
+
+
 def equinox():
     """`eqx.partition` and `combine` around the loss: what is no array is static."""
     net = eqx.nn.MLP(5, 3, 16, 1, activation=jnp.tanh, key=jax.random.key(0))
@@ -63,6 +76,7 @@ def equinox():
 
 
 TREES = {"haiku": haiku, "named tuples": named_tuples, "dataclasses": dataclasses_, "equinox": equinox}
+TREES["chex"] = chex_dataclass
 
 
 def batches():
