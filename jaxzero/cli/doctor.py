@@ -1,8 +1,11 @@
 """Check this installation: versions, devices, plug-ins, and a training step on virtual devices at every stage.
 
+With DIR, check the checkpoints there instead: each step against the checksums that were written with it.
+
 Examples:
   jaxzero doctor
   jaxzero doctor --json
+  jaxzero doctor runs/gpt
 """
 
 import dataclasses
@@ -11,7 +14,11 @@ import os
 import platform
 import subprocess
 import sys
+from typing import Annotated, Any
 
+import tyro
+
+from .._src.checkpoint import checksums, orbax_io
 from . import output
 
 #: Distributions: those that must be here, and those that may be.
@@ -46,13 +53,25 @@ class Finding:
 class Doctor:
     """The arguments of `jaxzero doctor`."""
 
+    directory: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")] = None
+    """A directory that jaxzero.save wrote to. Default: check the installation."""
+    step: int | None = None
+    """The step in DIR. Default: all."""
     json: bool = False
     """Print one JSON document."""
 
     def run(self) -> int:
         """Checks and prints; the status is 1 if anything failed."""
-        with output.working("checking versions, devices and a training step on virtual devices"):
-            checks = [*versions(), *plugins(), devices(), self_test()]
+        if self.directory is not None:
+            with output.working(f"reading {self.directory}"):
+                checks = checkpoints(self.directory, self.step)
+        elif self.step is not None:
+            raise ValueError(
+                "doctor: --step without DIR. Expected a directory that jaxzero.save wrote to. Fix: name it."
+            )
+        else:
+            with output.working("checking versions, devices and a training step on virtual devices"):
+                checks = [*versions(), *plugins(), devices(), self_test()]
         failed = any(check.status == "failed" for check in checks)
         if self.json:
             output.document({"ok": not failed, "checks": [dataclasses.asdict(check) for check in checks]})
@@ -61,6 +80,28 @@ class Doctor:
             output.table("jaxzero doctor", ("", "check", "found"), rows, left=3)
             print("something failed, see above" if failed else "all is well")
         return int(failed)
+
+
+def checkpoints(directory: str, step: int | None) -> list[Finding]:
+    """The steps in a directory, each against its checksums."""
+    folder = orbax_io.folder(directory)
+    steps = [step] if step is not None else orbax_io.steps_in(directory)
+    if not any((folder / str(number)).exists() for number in steps):
+        raise ValueError(
+            f"doctor: there is no checkpoint in {directory}. Expected a directory that jaxzero.save wrote to. Fix: the "
+            "directory, not one of its steps; or another --step."
+        )
+    return [_checkpoint(folder / str(number), number) for number in steps]
+
+
+def _checkpoint(path: Any, step: int) -> Finding:
+    """One step: its manifest, its index and its pieces."""
+    manifest, problem = orbax_io.read_manifest(path)
+    if problem:
+        return Finding(f"step {step}", "failed", f"{path}: {problem}")
+    found = checksums.check(path)
+    detail = f"{len(manifest['leaves'])} leaves, jaxzero {manifest['jaxzero']}, {found}"
+    return Finding(f"step {step}", "failed" if found.problems else "ok", "; ".join(found.problems) or detail)
 
 
 def versions() -> list[Finding]:

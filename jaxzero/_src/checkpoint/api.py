@@ -19,9 +19,10 @@ from ..sharding.layout import is_split
 from ..sharding.leaves import Leaves, state_leaves, wrap_padded
 from ..sharding.options import Options, resolve_axes
 from ..sharding.place import check_devices
+from ..sharding.scalars import is_int, python_scalar
+from . import checksums, orbax_io
 from . import manifest as manifests
-from . import orbax_io
-from .leaves import STATE, Entry, check_names, of_params, of_state, of_tree, saved, wanted_state
+from .leaves import PARAMS, STATE, Entry, check_names, of_params, of_state, of_tree, saved, wanted_state
 
 #: A folder that all processes see, or a bucket such as ``gs://...``.
 Directory = str | os.PathLike[str]
@@ -73,6 +74,7 @@ def save(
     inner: optax.GradientTransformation | None = None,
     *,
     extra: JSON = None,
+    keep: int | None = None,
 ) -> Saving:
     """Writes a checkpoint in the background: logical leaves, each once, without padding.
 
@@ -80,6 +82,8 @@ def save(
     appears in `directory` only when it is complete. The next `save` waits for it, and raises if it failed. Every
     process must call it, and each writes its part. With several processes a device sends the beginning of each flat
     leaf's share, at most 1/8 of it, to the device before it; leaves with small shares are gathered one by one.
+    When the step is complete, the next call of this module (`Saving.wait`, `save`, `latest`) reads it back and writes
+    a checksum of each piece, which `restore` and `jaxzero doctor DIR` compare.
 
     Args:
       directory: A folder that all processes see, or a bucket (``gs://...``).
@@ -90,6 +94,8 @@ def save(
       inner: The optimizer, not wrapped. Needed where a state leaf is flat and not of its parameter's shape
         (Adafactor's factors), because its logical shape follows from the optimizer alone. `save` raises then.
       extra: The position in the data and the like: JSON values; process 0's are written.
+      keep: How many steps stay in the directory: once this one is complete, all but the newest, by number, are
+        removed; this one stays. `None`: all.
 
     Returns:
       A `Saving`; its `wait()` returns when the step is complete. Call it on the last one, before the program ends.
@@ -112,14 +118,17 @@ def save(
     """
     if isinstance(step, bool) or not isinstance(step, (int, np.integer)) or step < 0:
         raise ValueError(f"save: step={step!r}. Expected an int of at least 0. Fix: the number of the training step.")
+    keep = python_scalar(keep)
+    if keep is not None and not is_int(keep, 1):
+        raise ValueError(f"save: keep={keep!r}. Expected an int of at least 1, or None for all. Fix: keep=3.")
     axes = _axes("save", zero)
     extra = manifests.check_extra(extra)
     leaves, arrays = saved(zero, axes, params, opt_state, inner)
     orbax_io.wait()
     path = orbax_io.folder(directory) / str(int(step))
-    facts = dict(step=step, directory=directory, leaves=manifests.fingerprint(leaves))
+    facts = dict(step=step, directory=directory, keep=keep, leaves=manifests.fingerprint(leaves))
     processes.agree("save", zero, facts, orbax_io.obstacle(path))
-    orbax_io.write(path, manifests.compose(zero, axes, int(step), leaves, extra), leaves, arrays, zero, axes)
+    orbax_io.write(path, manifests.compose(zero, axes, int(step), leaves, extra), leaves, arrays, zero, axes, keep)
     return Saving(path)
 
 
@@ -152,6 +161,7 @@ def restore(
     step: int | None = None,
     *,
     partial: bool = False,
+    check: bool = True,
 ) -> Restored:
     """Reads a checkpoint into the layout of `zero`, whatever layout it was saved from.
 
@@ -166,17 +176,21 @@ def restore(
       partial: Whether leaves may have been added or removed since: a parameter that the checkpoint lacks keeps its
         array in `abstract_params` and gets fresh state; leaves that are not in `abstract_params` are left out. Shapes
         and dtypes of all others must agree.
+      check: Whether to compare what is read with its checksums first: it is read twice then. Steps of versions that
+        wrote none are read without; `jaxzero doctor DIR` says so.
 
     Returns:
       A `Restored`: `params`, `opt_state`, `step`, `extra`.
 
     Raises:
-      ValueError: If there is no such checkpoint, a part of it is missing, a newer version wrote it, or a leaf is
-        missing, unexpected, or of another shape or dtype: by name.
+      ValueError: If there is no such checkpoint, a part of it is missing or damaged, a newer version wrote it, or a
+        leaf is missing, unexpected, or of another shape or dtype: by name.
     """
     axes = _axes("restore", zero)
     path, manifest = find("restore", directory, zero, latest(directory) if step is None else step)
     check_arrays("restore", abstract_params)
+    if check:
+        check_data("restore", path, zero, params_only=inner is None, skip=", or check=False to read it as it is")
     params = of_tree(zero, abstract_params, axes)
     leaves, state = of_params(zero, params), None
     if inner is not None:
@@ -228,6 +242,12 @@ def find(
     processes.agree(call, zero, dict(step=step, directory=directory), problem)
     manifests.check_version(call, path, manifest)
     return path, manifest
+
+
+def check_data(call: str, path: orbax_io.EPath, zero: Options | None, *, params_only: bool, skip: str = "") -> None:
+    """Refuses a step whose data is not as it was written, by leaf path and file, on every process."""
+    wanted = lambda leaf: not params_only or leaf.split("/")[0] == PARAMS
+    processes.agree(call, zero, {}, checksums.refusal(call, path, checksums.check(path, wanted), skip))
 
 
 def _params(

@@ -14,7 +14,7 @@ import numpy as np
 from .._optional import need
 from ..sharding.scalars import is_int, python_scalar
 from . import orbax_io
-from .api import Directory, find, latest
+from .api import Directory, check_data, find, latest
 from .leaves import PARAMS
 from .orbax_io import EPath
 
@@ -69,6 +69,7 @@ def export(
     library = need("safetensors.numpy", "export", "jaxzero export")
     path, leaves = _found(directory, step)
     _check(library, path, leaves)
+    check_data("export", path, None, params_only=True)
     folder = orbax_io.folder(out) if out is not None else path.parent / to / path.name
     groups = list(_groups(leaves, max_bytes))
     files = {f"model-{i:05}-of-{len(groups):05}.safetensors": group for i, group in enumerate(groups, 1)}

@@ -20,6 +20,7 @@ from ..sharding.axes import Axes
 from ..sharding.leaves import is_key
 from ..sharding.options import Options
 from ..sharding.place import named_sharding, put
+from . import checksums
 from .leaves import Entry
 
 #: A folder as `etils.epath` gives it, also of a bucket. Orbax brings that package.
@@ -30,8 +31,9 @@ GROUP_BYTES = 64 * 2**20
 #: Every replica writes a part of replicated arrays that are larger.
 SLICE_BYTES = 1 * 2**20
 
-#: The folder of the step that was given to Orbax last.
+#: The folder of the step that was given to Orbax last, and how many steps to keep then.
 _under_way: EPath | None = None
+_keep: int | None = None
 
 _ARRAYS, _MANIFEST, _FILE = "arrays", "jaxzero", "manifest.json"
 
@@ -70,6 +72,7 @@ def write(
     arrays: Sequence[ArrayLike],
     zero: Options | None,
     axes: Axes,
+    keep: int | None = None,
 ) -> None:
     """Starts writing one step; returns when this process's part is on the host."""
     ocp = orbax()
@@ -80,8 +83,8 @@ def write(
     if items:
         chunks = {name: ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES) for name in items}
         what[_ARRAYS] = ocp.args.PyTreeSave(items, save_args=chunks)
-    global _under_way
-    _under_way = path
+    global _under_way, _keep
+    _under_way, _keep = path, keep
     with _writing(path):
         _remove_unfinished(path.parent)
         _saver().save(path, args=ocp.args.Composite(**what))
@@ -89,9 +92,25 @@ def write(
 
 def wait() -> None:
     """Waits for the step that is being written, and raises if it failed."""
-    if _saver.cache_info().currsize:
-        with _writing(_under_way):
-            _saver().wait_until_finished()
+    global _under_way
+    if not _saver.cache_info().currsize:
+        return
+    path = _under_way
+    with _writing(path):
+        _saver().wait_until_finished()
+        _under_way = None
+        if path is not None and is_complete(path):
+            checksums.write(path)
+            if _keep is not None and jax.process_index() == 0:
+                _remove_old(path, _keep)
+
+
+def _remove_old(path: EPath, keep: int) -> None:
+    """Removes all complete steps but the newest `keep`, to which `path` always belongs."""
+    others = [step for step in complete_steps(path.parent) if str(step) != path.name]
+    for step in others[: max(len(others) - (keep - 1), 0)]:
+        (path.parent / str(step) / _MANIFEST).rmtree()  # from here on it is not complete
+        (path.parent / str(step)).rmtree()
 
 
 def _last_wait() -> None:
@@ -195,6 +214,12 @@ def _line(error: Exception) -> str:
 def complete_steps(directory: str | os.PathLike[str]) -> list[int]:
     """The complete steps in a directory, in order."""
     path = folder(directory)
+    return [step for step in steps_in(directory) if is_complete(path / str(step))]
+
+
+def steps_in(directory: str | os.PathLike[str]) -> list[int]:
+    """The steps in a directory, in order, complete or damaged."""
+    path = folder(directory)
     try:
         os.scandir(path).close()
     except PermissionError as error:  # otherwise a run would start anew, as if there were no checkpoint
@@ -213,7 +238,7 @@ def complete_steps(directory: str | os.PathLike[str]) -> list[int]:
         return []
     from .orbax_compat import steps
 
-    return sorted(step for step in steps(path) if is_complete(path / str(step)))
+    return sorted(steps(path))
 
 
 def read_manifest(path: EPath) -> tuple[dict[str, JSON], str]:
@@ -290,11 +315,11 @@ def read_plain(path: EPath, names: Sequence[str]) -> dict[str, np.ndarray]:
 def _reading(call: str, path: EPath) -> Iterator[None]:
     try:
         yield
-    except Exception as error:  # whatever a storage driver raises
+    except Exception as error:  # noqa: BLE001 - whatever a storage driver raises
         raise ValueError(
             f"{call}: {path} could not be read: {_line(error)}. Expected all of its files as they were written. Fix: "
             "another step."
-        ) from error
+        ) from None  # the causes are a hundred lines of what Orbax does, and the line says the first of them
 
 
 def _sharding(zero: Options | None, e: Entry, axes: Axes) -> NamedSharding | SingleDeviceSharding:
