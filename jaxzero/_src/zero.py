@@ -239,7 +239,8 @@ class Zero(Options):
           has_aux: Whether it returns aux. Floating leaves of aux are averaged over devices and micro-steps;
             other leaves must not depend on the device.
           accumulate: Into how many micro-batches each device's examples are cut; their gradients are added in
-            a `scan`, and the replica hop comes once, after it.
+            a `scan`, and the replica hop comes once, after it. Keys are folded with the number of the
+            micro-batch too, so dropout with `accumulate=2` draws other values than with `accumulate=1`.
           accumulate_dtype: Dtype in which they are added; wider ones keep their own.
           sync: At stage 2: ``"each"`` reduce-scatters every micro-step and adds shares, ``"once"`` adds whole
             local gradients and reduce-scatters once (`1/accumulate` of the bytes, whole gradients in memory).
@@ -258,6 +259,8 @@ class Zero(Options):
           stage 1 (all-reduce); from stage 2 on they are split: arrays cut in rows, or `EvenSplit`
           (reduce-scatter). At stage 3 each parameter is gathered where it is used, forward and backward.
           Inside a user's `shard_map` gradients are shares at every stage.
+          Leaves of integer, bool or key dtype and empty ones are no error, as they are for `jax.grad`: their
+          gradient is zeros (of a key, of dtype `float0`), and `apply` and the optimizer leave them unchanged.
 
         Raises:
           ValueError: For a batch that does not divide, a loss that is no floating scalar, an aux leaf that

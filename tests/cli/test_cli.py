@@ -302,6 +302,8 @@ BAD = [
     (("plan", "cli_models:leaves", *MESH), ["cli_models:leaves raised SystemExit: 0 at cli_models.py"]),
     (("plan", "cli_leaves:f", *MESH), ["importing cli_leaves raised SystemExit"]),
     (("plan", "cli_models:params", *MESH, "--optimizer", "cli_models:half"), ["cli_models:half raised ZeroDivisionE"]),
+    (("compile", "cli_models:mlp", *MESH, "--optimizer", "lbfgs"), ["optax's lbfgs raised TypeError", "'value'"]),
+    (("plan", "cli_models:params", *MESH, "--optimizer", "sam"), ["in optax.contrib and needs more than a learning"]),
     (("compile", "cli_models:mlp", "--mesh", "data=4096"), ["4096", "at most 2048 virtual CPU devices", "Fix"]),
     (("export", "cli_models.py"), ["cli_models.py", "is a file"]),
     (("compile", "cli_models:mlp", "--topology", "h10:2x8"), ["'h10:2x8' is no known machine", "did you mean 'h100'"]),

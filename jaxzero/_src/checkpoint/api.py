@@ -65,7 +65,7 @@ class Saving:
             raise ValueError(f"save: {self.path} was not written: an earlier call raised the reason. Fix: save again.")
 
 
-def save(
+def save(  # noqa: PLR0913 - one call holds all that a checkpoint has
     directory: Directory,
     step: int,
     zero: Options | None,

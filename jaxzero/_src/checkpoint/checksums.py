@@ -181,12 +181,14 @@ def check(path: EPath, wanted: Callable[[str], bool] = lambda leaf: True) -> Che
     problems = [f"file {path / name} is not as it was written" for name in changed]
     known = [(i, p) for i, p in here if p.key in sums]
     intact = []
+    damaged: dict[tuple[str, str], str] = {}  # the first piece of each leaf in each file
     for (_, p), crc in _crcs(path, known):
         if [crc, p.length] == sums[p.key]:
             intact.append(p)
         else:
             why = crc if isinstance(crc, str) else f"bytes {p.offset} to {p.offset + p.length} are not as written"
-            problems.append(f"leaf {p.leaf!r} is damaged: file {path / p.file}: {why}")
+            damaged.setdefault((p.leaf, p.file), why)
+    problems += [f"leaf {leaf!r} is damaged: file {path / file}: {why}" for (leaf, file), why in damaged.items()]
     return Checked(tuple(problems), len(intact), sum(p.length for p in intact), len(here) - len(known))
 
 

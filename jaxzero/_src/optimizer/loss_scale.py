@@ -8,6 +8,7 @@ whole step is left out and the scale shrinks.
 from typing import Any, NamedTuple
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -36,6 +37,9 @@ class DynamicLossScaleState(NamedTuple):
     good_steps: jax.Array
     skipped_steps: jax.Array
     inner_state: PyTree
+
+
+jax.export.register_namedtuple_serialization(DynamicLossScaleState, serialized_name="jaxzero.DynamicLossScaleState")
 
 
 def dynamic_loss_scale(

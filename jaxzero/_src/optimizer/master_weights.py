@@ -7,6 +7,7 @@ added to a float32 copy, and the parameter is that copy, rounded.
 from typing import Any, NamedTuple
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -29,6 +30,9 @@ class MasterWeightsState(NamedTuple):
 
     master: PyTree
     inner_state: PyTree
+
+
+jax.export.register_namedtuple_serialization(MasterWeightsState, serialized_name="jaxzero.MasterWeightsState")
 
 
 def master_weights(

@@ -9,11 +9,13 @@ above 2**31 elements are fine.
 """
 
 import dataclasses
+import json
 import math
 from collections.abc import Sequence
 from typing import Literal, NoReturn, TypeGuard
 
 import jax
+import jax.export
 from jax.sharding import PartitionSpec
 
 from .._types import DType, PyTree
@@ -263,6 +265,14 @@ class EvenSplit:
     def tree_unflatten(cls, shape: Shape, children: Sequence[PyTree]) -> "EvenSplit":
         """The inverse of `tree_flatten_with_keys`."""
         return cls(children[0], shape)
+
+
+jax.export.register_pytree_node_serialization(
+    EvenSplit,
+    serialized_name="jaxzero.EvenSplit",
+    serialize_auxdata=lambda shape: json.dumps([int(d) for d in shape]).encode(),
+    deserialize_auxdata=lambda data: tuple(json.loads(data)),
+)
 
 
 def is_split(x: object) -> TypeGuard[EvenSplit]:
