@@ -104,7 +104,7 @@ class _Gathers:
                 self.whole = {g: x for g, x in self.whole.items() if not g.large or g.keep}
             done = [self.vary(x) for x in done]
             if len(done) > 1:
-                # XLA:CPU of jaxlib 0.10 can read beyond the joined array when it fuses the cutting into the loss.
+                # XLA:CPU of jaxlib 0.10.2 can read beyond the joined array when it fuses the cutting into the loss.
                 done = lax.optimization_barrier(done)
             self.whole[gather] = dict(zip(gather.params, done, strict=True))
         return self.whole[gather][param]

@@ -1,7 +1,9 @@
 """Splits a program over very many leaves into independent parts, each for a manual region of its own.
 
 The compiler's time for one manual region grows with the square of the arrays that enter and leave it (2,000 leaves of
-Adam are 14,000 arrays and take minutes). The programs of an elementwise optimizer's leaves share only scalars such as
+Adam are 14,000 arrays and take minutes; seen with jax 0.10.2 and 0.12.0.1, where one region of elementwise equations
+takes 6 s and 5 s of CPU time for 2,000 arrays, 25 s and 16 s for 4,000). This file can go when the time grows with the
+number of arrays. The programs of an elementwise optimizer's leaves share only scalars such as
 the step count, so they can be compiled apart; what they share is computed in each part. A few scalars that are computed
 from all leaves, such as the norm to clip by, get a region of their own before. Numbers and storage do not change; each
 part gathers its own results, so there are at most `MOST` times as many buckets.

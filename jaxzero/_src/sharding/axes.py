@@ -54,7 +54,8 @@ class Axes:
     def hops(self) -> tuple[str | tuple[str, ...], ...]:
         """The shard axes in the order of hops: one hop per axis, or one for all axes.
 
-        An axis of one device joins its neighbour: the compiler keeps a collective of one device.
+        An axis of one device joins its neighbour: the compiler keeps a collective of one device (jax 0.10.2 and
+        0.12.0.1). That can go when an `all_gather` over an axis of size 1 is no longer in the compiled text.
         """
         joined: list[list[str]] = [[]]
         count = 1
