@@ -107,8 +107,8 @@ def test_state_is_cut_like_its_parameter():
     assert mu_b.layout == nu_b.layout == even_split((5,), 8)
     assert (mu_b.stored_shape, mu_w.stored_shape, count.stored_shape) == ((8,), (16, 3), ())
     assert not any(leaf.frozen for leaf in leaves)
-    frozen = [leaf for leaf in layouts(optax.trace(0.9), params)[1] if leaf.frozen]
-    assert [leaf.shape for leaf in frozen] == [(64,)]
+    whole = [leaf for leaf in layouts(optax.trace(0.9), params)[1] if leaf.layout is None]
+    assert [leaf.shape for leaf in whole] == [(64,)]
 
 
 def test_other_state_has_the_default():

@@ -18,6 +18,7 @@ from ..sharding.axes import Axes
 from ..sharding.layout import EvenSplit, is_split
 from ..sharding.leaves import Leaf, Leaves, StateLeaf, leaves_of, owner, shape_dtype, state_leaves
 from . import checks
+from .ownership import frozen_paths
 
 T = TypeVar("T")
 #: A leaf of parameters, gradients or trees like them, as it is stored.
@@ -212,15 +213,18 @@ def trace_update(
         given = [] if params is None else params.trace_avals()
         return trace(step, grads.trace_avals(), s, given, extra.avals(), axis_env=_env(axes))
 
-    abstract = _logical(state, trace_init(inner, like, axes).out, lambda s: program_of(s).out[1])
+    initial = trace_init(inner, like, axes).out
+    abstract = _logical(state, initial, lambda s: program_of(s).out[1])
     program = program_of(abstract)
     new, new_state = program.out
+    frozen = frozen_paths(inner, like, initial, abstract, axes)
+    leaves = lambda s: state_leaves(s, like.leaves, axes.n, frozen)
     return UpdateProgram(
         program,
         len(grads.leaves),
-        state_leaves(abstract, like.leaves, axes.n),
+        leaves(abstract),
         _belonging(new, like),
-        state_leaves(new_state, like.leaves, axes.n),
+        leaves(new_state),
         jax.tree.structure(new_state),
         add,
     )

@@ -300,8 +300,9 @@ def _reading(x: StoredLeaf, leaf: Leaf) -> jax.Array:
 
 def _assemble(given: _Given, step: Update, new: Arrays, new_state: Arrays) -> tuple[PyTree, PyTree]:
     """The trees that are returned; leaves that pass through are put in their places."""
-    moved, changed, old = iter(new), iter(new_state), jax.tree.leaves(given.state)
+    moved, changed = iter(new), iter(new_state)
     traced, out = step.traced, []
+    old = {leaf.path: x for leaf, x in zip(traced.state, jax.tree.leaves(given.state), strict=True)}
     for i, leaf in enumerate(traced.new.leaves):
         layout = step.stored_layout(leaf)
         if leaf.trainable:
@@ -310,7 +311,7 @@ def _assemble(given: _Given, step: Update, new: Arrays, new_state: Arrays) -> tu
             out.append(given.param_arrays[i])
         else:
             out.append(_no_update(leaf, layout, given.manual))
-    state = [old[i] if leaf.frozen else next(changed) for i, leaf in enumerate(traced.new_state)]
+    state = [old[leaf.path] if leaf.frozen else next(changed) for leaf in traced.new_state]
     return traced.new.unflatten(out), jax.tree.unflatten(traced.new_state_tree, state)
 
 

@@ -6,7 +6,7 @@ shapes, the number of shares and the options.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -167,9 +167,9 @@ class StateLeaf:
       shape: Its logical shape.
       dtype: Its dtype.
       layout: How it is cut; `None`: it is whole.
-      frozen: Whether it belongs to a parameter that passes through: it never changes.
+      frozen: Whether it belongs to a parameter that passes through (`optimizer/ownership.py`): it never changes.
       other_axes: The other mesh axes that shard the parameter that it belongs to.
-      owner: The key path of the parameter that it belongs to, or its own.
+      owner: The key path of the parameter like which it is cut, or its own.
     """
 
     path: Path
@@ -190,8 +190,21 @@ class StateLeaf:
         return spec_of(self.layout, self.other_axes, axes)
 
 
-def state_leaves(state: PyTree, params: Sequence[Leaf], n: int) -> list[StateLeaf]:
-    """The leaves of abstract optimizer state at logical shapes, as `inner.init` gives it."""
+def state_leaves(
+    state: PyTree, params: Sequence[Leaf], n: int, frozen: Collection[Path] = frozenset()
+) -> list[StateLeaf]:
+    """The leaves of abstract optimizer state at logical shapes, as `inner.init` gives it.
+
+    Args:
+      state: The state.
+      params: The leaves of the parameters. One whose path ends another's is a good guess of how to cut it; numbers do
+        not depend on it.
+      n: The number of shares.
+      frozen: The paths of leaves that never change.
+
+    Returns:
+      The leaves, in tree order.
+    """
     by_path = {leaf.path: leaf for leaf in params}
     out = []
     for path, x in jax.tree_util.tree_leaves_with_path(state):
@@ -200,9 +213,8 @@ def state_leaves(state: PyTree, params: Sequence[Leaf], n: int) -> list[StateLea
             layout = leaf.layout
         elif jnp.issubdtype(x.dtype, jnp.inexact):
             layout = default_split(x.shape, n)
-        frozen = leaf is not None and not leaf.trainable
         mine = (path, ()) if leaf is None else (leaf.path, leaf.other_axes)
-        out.append(StateLeaf(path, x.shape, x.dtype, layout, frozen, mine[1], mine[0]))
+        out.append(StateLeaf(path, x.shape, x.dtype, layout, path in frozen, mine[1], mine[0]))
     return out
 
 
