@@ -467,3 +467,44 @@ def test_mutations_of_the_two_hops_show(monkeypatch, mutation):
     with pytest.raises(AssertionError):
         compare_with_the_mean(2)
     value_and_grad.cache_clear()
+
+
+def test_dropout_draws_by_microbatch(mesh8):
+    """Documented at `accumulate`: keys are folded with the microbatch's number too, so other values are drawn."""
+    zero = jaxzero.Zero(mesh8)
+    key, x, w = jax.random.key(0), jnp.ones(16), jnp.float32(1.0)
+    drawn = lambda w, x, key: jnp.mean(w * x * jax.random.normal(key, x.shape))
+    found = [float(zero.value_and_grad(drawn, accumulate=k)(w, x, key)[0]) for k in (1, 2, 1, 2)]
+    assert found[:2] == found[2:]
+    assert abs(found[0] - found[1]) > 1e-3
+    equal = lambda w, x, key: jnp.mean(w * x)  # without a draw they agree
+    assert [float(zero.value_and_grad(equal, accumulate=k)(w, x, key)[0]) for k in (1, 2)] == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("traced", [False, True])
+def test_integer_leaves_are_left_unchanged(stage, traced, mesh8):
+    """One behaviour for leaves without a gradient, where `jax.grad` raises: zeros, and no change by the step."""
+    zero, inner = jaxzero.Zero(mesh8, stage=stage), optax.adamw(0.1)
+    tx = zero.optimizer(inner)
+    plain = {"w": jnp.arange(5.0), "n": jnp.arange(7), "flag": jnp.bool_(True), "key": jax.random.key(3)}
+    loss = lambda p, x: jnp.mean((x * p["w"].sum() * p["n"].sum()) ** 2)
+    x = jnp.arange(16.0)
+    with pytest.raises(TypeError, match="int32"):
+        jax.grad(loss)(plain | {"flag": jnp.float32(1), "key": jnp.float32(1)}, x)
+
+    def step(params, state):
+        _, grads = zero.value_and_grad(loss)(params, x)
+        return grads, *zero.apply(tx, grads, state, params)
+
+    params = zero.shard(plain)
+    grads, new, _ = (jax.jit(step) if traced else step)(params, tx.init(params))
+    assert (grads["n"].dtype, grads["flag"].dtype) == (jnp.int32, jnp.bool_)
+    assert grads["key"].dtype == jax.dtypes.float0
+    assert not np.any(grads["n"])
+    assert not np.any(grads["flag"])
+    for name in ("n", "flag"):
+        np.testing.assert_array_equal(new[name], plain[name])
+    np.testing.assert_array_equal(jax.random.key_data(new["key"]), jax.random.key_data(plain["key"]))
+    want = jax.grad(lambda w: loss(plain | {"w": w}, x))(plain["w"])
+    np.testing.assert_allclose(zero.gather(grads)["w"], want, rtol=1e-6)
