@@ -14,13 +14,14 @@ from .analysis.memory import Memory, memory
 from .analysis.plan import Plan
 from .analysis.planner import make_plan
 from .analysis.verify import Verification, verify
-from .comm.placement import gather, shard, specs
+from .comm.placement import gather, outside, shard, specs
 from .fsdp.init import init_sharded
 from .fsdp.observe import observe
 from .gradients.checks import GradOptions
 from .gradients.forward import forward
 from .gradients.value_and_grad import value_and_grad
 from .optimizer import checks
+from .optimizer.gather_state import gather_state
 from .optimizer.wrapper import ShardedOptimizer, wrap
 from .sharding.options import Options, require_observed
 from .sharding.scalars import python_scalar
@@ -175,17 +176,36 @@ class Zero(Options):
         """
         return shard(self, params)
 
-    def gather(self, tree: PyTree) -> PyTree:
-        """Plain full arrays from a tree in split form (parameters or gradients); one gather per leaf.
+    def gather(
+        self,
+        tree: PyTree,
+        *,
+        like: PyTree = None,
+        optimizer: optax.GradientTransformation | None = None,
+        host: bool = False,
+    ) -> PyTree:
+        """Plain full arrays from a tree in split form; one gather per leaf.
+
+        Parameters and gradients show their logical shapes. Optimizer state holds plain arrays, some of them flat and
+        padded, so it needs `like`: the parameters.
 
         Args:
-          tree: Plain arrays and `EvenSplit` leaves.
+          tree: Plain arrays and `EvenSplit` leaves; with `like` optimizer state, or a part of it that is a tree like
+            the parameters (`state[0].mu`).
+          like: The parameters, whole, split or abstract.
+          optimizer: What made the state, wrapped or not. For state with leaves that are not shaped like parameters
+            (Adafactor, Shampoo); `tree` is then all of the state.
+          host: Whether to return NumPy arrays; then no device holds a whole leaf (in one process).
 
         Returns:
-          The same tree with logical shapes, replicated over the mesh.
+          The same tree with logical shapes, replicated over the mesh, or on the host.
+
+        Raises:
+          ValueError: For optimizer state without `like`, where its type or placement shows it; for a leaf of state
+            whose logical shape is not known.
 
         Examples:
-          >>> import jax, jax.numpy as jnp, jaxzero
+          >>> import jax, jax.numpy as jnp, optax, jaxzero
           >>> zero = jaxzero.Zero(jax.make_mesh((8,), ("data",)))
           >>> loss = lambda p, x: jnp.mean(x * p.sum())
           >>> _, grad = zero.value_and_grad(loss)(jnp.ones(3), jnp.ones(8))
@@ -193,7 +213,20 @@ class Zero(Options):
           EvenSplit(shape=(3,), stored=float32[8])
           >>> zero.gather(grad)
           Array([1., 1., 1.], dtype=float32)
+          >>> state = zero.optimizer(optax.adam(1e-3)).init(jnp.ones(3))
+          >>> state[0].mu.shape, zero.gather(state, like=jnp.ones(3))[0].mu.shape
+          ((8,), (3,))
         """
+        if like is not None:
+            return gather_state(self, tree, like, optimizer, host)
+        if optimizer is not None:
+            raise ValueError(
+                "gather: optimizer= without like=. Expected the parameters too, which show logical shapes. Fix: "
+                "zero.gather(state, like=params, optimizer=tx)."
+            )
+        if host:
+            outside(self, "gather")
+            return gather_state(self, tree, tree, None, host)
         return gather(self, tree)
 
     def specs(self, tree: PyTree) -> PyTree:

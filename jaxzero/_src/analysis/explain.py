@@ -13,7 +13,7 @@ import optax
 from jax.sharding import Mesh
 
 from .._table import fold, table, terminal_width
-from .._text import size_text
+from .._text import path_text, size_text
 from .._types import PyTree
 from ..optimizer import checks, split_regions
 from ..optimizer import trace as optimizer_trace
@@ -41,6 +41,8 @@ class Report:
       n: The number of shares.
       others: With `param_specs`, what the compiled update moves over other mesh axes (a tuple of `Collective`);
         `None` where there are none, or no devices to compile for.
+      changed: State leaves whose dtype the update changes: (path, dtype before, dtype after). The step is compiled
+        again for them, and a `lax.scan` over steps refuses them.
     """
 
     local: int
@@ -49,9 +51,16 @@ class Report:
     crossings: tuple[Communication, ...]
     n: int
     others: tuple[Collective, ...] | None = None
+    changed: tuple[tuple[str, str, str], ...] = ()
 
     @classmethod
-    def of(cls, record: Record, n: int, others: tuple[Collective, ...] | None = None) -> "Report":
+    def of(
+        cls,
+        record: Record,
+        n: int,
+        others: tuple[Collective, ...] | None = None,
+        changed: tuple[tuple[str, str, str], ...] = (),
+    ) -> "Report":
         """The report of a finished record."""
         many = sum(record.whole.values())
         return cls(
@@ -61,6 +70,7 @@ class Report:
             crossings=tuple(record.crossings),
             n=n,
             others=others,
+            changed=changed,
         )
 
     @property
@@ -104,6 +114,8 @@ class Report:
         if self.whole:
             names = ", ".join(f"{count} {name}" for name, count in self.whole.items())
             lines += fold(f"in full on every device: {names}", width)
+        for path, before, after in self.changed:
+            lines += fold(f"state leaf {path!r} is {before} before the update and {after} after it", width)
         return "\n".join(lines)
 
 
@@ -162,7 +174,14 @@ def explain(
     record = Record()
     observed = functools.partial(body, record=record)
     jax.eval_shape(open_region(options.mesh, axes, observed, body.in_specs, body.out_specs), *arrays)
-    return Report.of(record, axes.n, _over_others(options, body, arrays))
+    return Report.of(record, axes.n, _over_others(options, body, arrays), _changed(traced))
+
+
+def _changed(traced: optimizer_trace.UpdateProgram) -> tuple[tuple[str, str, str], ...]:
+    """The state leaves whose dtype is another one after the update."""
+    before = {leaf.path: leaf.dtype for leaf in traced.state}
+    rows = ((leaf.path, before.get(leaf.path, leaf.dtype), leaf.dtype) for leaf in traced.changing)
+    return tuple((path_text(path), str(old), str(new)) for path, old, new in rows if old != new)
 
 
 def _over_others(options: Options, body: Update, arrays: Sequence[PyTree]) -> tuple[Collective, ...] | None:

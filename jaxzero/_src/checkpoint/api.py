@@ -11,6 +11,7 @@ import optax
 
 from .._types import JSON, PyTree
 from ..comm import placement
+from ..jaxpr.compat import as_weak, is_weak
 from ..optimizer.wrapper import wrap
 from ..sharding import processes
 from ..sharding.axes import Axes
@@ -205,7 +206,11 @@ def restore(
     if inner is not None and any(e.name not in arrays for e in leaves[count:]):
         fresh = inner.init(new_params) if zero is None else wrap(zero, inner, False).init(new_params)
         arrays = dict(zip((e.name for e in leaves[count:]), jax.tree.leaves(fresh), strict=True)) | arrays
-    opt_state = jax.tree.unflatten(jax.tree.structure(state), [arrays[e.name] for e in leaves[count:]])
+    opt_state = jax.tree.map(
+        lambda aval, x: as_weak(x) if is_weak(aval) else x,
+        state,
+        jax.tree.unflatten(jax.tree.structure(state), [arrays[e.name] for e in leaves[count:]]),
+    )
     return Restored(new_params, opt_state, int(manifest["step"]), manifest["extra"])
 
 

@@ -74,6 +74,7 @@ def gather(options: Options, tree: PyTree) -> PyTree:
     axes, manual = resolve_axes(options, "gather")
     if manual:
         return _gather_inside(options, axes, tree)
+    _no_state(options, tree, axes)
     leaves = param_leaves(options, tree, axes.n)
     out = []
     for leaf, x in zip(leaves.leaves, jax.tree.leaves(tree, is_leaf=is_split), strict=True):
@@ -81,10 +82,33 @@ def gather(options: Options, tree: PyTree) -> PyTree:
             out.append(_put("gather", options, leaf.path, x, leaf.spec(None), axes.every))
             continue
         layout = _layout("gather", options, leaf.path, x, axes, leaf.other_axes)
-        value = host.to_device(x.value) if isinstance(x.value, jax.core.Tracer) else x.value
-        value = place.place("gather", options.mesh, leaf.path, value, layout.spec(axes.shard), axes.every)
-        out.append(_gather_one(options.mesh, axes, layout)(value))
+        out.append(gather_array(options, axes, leaf.path, x.value, layout))
     return leaves.unflatten(out)
+
+
+def gather_array(options: Options, axes: Axes, path: Path, x: jax.Array, layout: Layout | None) -> jax.Array:
+    """One stored array whole and replicated; padding is cut off."""
+    if layout is None or layout.plain:
+        spec = P() if layout is None else partition_spec(layout.other_axes)
+        return _put("gather", options, path, x, spec, axes.every)
+    value = host.to_device(x) if isinstance(x, jax.core.Tracer) else x
+    value = place.place("gather", options.mesh, path, value, layout.spec(axes.shard), axes.every)
+    return _gather_one(options.mesh, axes, layout)(value)
+
+
+def _no_state(options: Options, tree: PyTree, axes: Axes) -> None:
+    """Refuses optimizer state, whose flat leaves do not show their logical shapes."""
+    is_state = lambda x: isinstance(x, tuple) and type(x).__module__.startswith(("optax.", "jaxzero."))
+    for path, x in jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: is_split(x) or is_state(x)):
+        spec = getattr(getattr(x, "sharding", None), "spec", None) if not isinstance(x, jax.core.Tracer) else None
+        split = axes.n > 1 and spec and any(a in axes.shard for part in spec for a in names(part if part else None))
+        held = [y for y in jax.tree.leaves(x, is_leaf=is_split) if is_state(x) and not is_split(y) and jnp.ndim(y) == 1]
+        if held or (options.stage == 1 and split and jnp.ndim(x) == 1 and not is_split(x)):
+            raise ValueError(
+                f"gather: leaf {path_text(path)!r} is optimizer state, whose flat leaves do not show their logical "
+                "shapes. Expected parameters or gradients. Fix: zero.gather(state, like=params), with optimizer=tx "
+                "for state that is not like the parameters."
+            )
 
 
 @functools.lru_cache(maxsize=512)

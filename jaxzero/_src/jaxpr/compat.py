@@ -6,8 +6,11 @@ from typing import Any, TypeVar
 
 import jax
 import numpy as np
+from jax.extend import core
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 from jax.extend.core import Literal as Literal
+
+from .._types import ArrayLike
 
 T = TypeVar("T")
 
@@ -69,3 +72,13 @@ def before_exit(f: Callable[[], None]) -> None:
     can still be started here, from 3.12 on not.
     """
     threading._register_atexit(f)  # type: ignore[attr-defined]
+
+
+def as_weak(x: jax.Array) -> jax.Array:
+    """`x`, of the weak type that Python's numbers have; JAX has no public function that makes one (0.10 and 0.12)."""
+    return core.primitives.convert_element_type_p.bind(x, new_dtype=x.dtype, weak_type=True, sharding=None)
+
+
+def is_weak(x: ArrayLike | jax.ShapeDtypeStruct) -> bool:
+    """Whether an array, abstract or not, has the weak type that Python's numbers have."""
+    return isinstance(x, (bool, int, float, complex)) or bool(getattr(x, "weak_type", False))

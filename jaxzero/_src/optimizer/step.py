@@ -10,6 +10,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from .._types import Path
+from ..jaxpr.compat import as_weak, aval
 from ..jaxpr.trace import Program
 from ..partition.evaluate import evaluate
 from ..partition.record import Record
@@ -68,7 +69,7 @@ class Init:
         values = convert.parameters(ctx, list(map(host.to_device, params)), self.params, self.split_params)
         out = evaluate(ctx, self.program.jaxpr, consts, values)
         stored = ctx.stored(ctx.convert_all(out, [leaf.layout for leaf in self.state]))
-        return _placed(stored, self.out_kinds)
+        return _placed(_typed(stored, weak_results(self.program)), self.out_kinds)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,7 +132,8 @@ class Update:
         new, new_state = self.traced.results(out)
         new_state = ctx.convert_all(new_state, [leaf.layout for leaf in self.traced.changing])
         new = ctx.convert_all(new, [self.stored_layout(leaf) for leaf in self.traced.moving], record=False)
-        return ctx.stored(new), ctx.stored(new_state)
+        weak, weak_state = self.traced.results(weak_results(self.traced.program))
+        return _typed(ctx.stored(new), weak), _typed(ctx.stored(new_state), weak_state)
 
     def stored_layout(self, leaf: Leaf) -> Layout | None:
         """The layout of updates and parameters between steps: whole at stages 1 and 2."""
@@ -156,9 +158,11 @@ class Update:
         what = "params" if traced.adds else "update"
         kinds = _kinds(self.options, what, traced.new.leaves) + _kinds(self.options, "state", traced.new_state)
 
+        weak = weak_results(traced.program)
+
         def store(positions: list[int], values: list[Value]) -> Arrays:
             stored = ctx.stored(ctx.convert_all(values, [layouts[i] for i in positions]))
-            return _placed(stored, [kinds[i] for i in positions])
+            return _placed(_typed(stored, [weak[i] for i in positions]), [kinds[i] for i in positions])
 
         inputs = traced.inputs(mean, held_state, held_params, extra)
         out = evaluate_by_group(ctx, traced.program.jaxpr, consts, inputs, self._leaf_groups(), store)
@@ -195,6 +199,16 @@ def _held(x: jax.Array, kind: str | None, load: Callable[[jax.Array], Value]) ->
 
 def _kinds(options: Options, what: str, leaves: Sequence[Leaf] | Sequence[StateLeaf]) -> list[str | None]:
     return [memory_kind(options, what, leaf.layout) for leaf in leaves]
+
+
+def weak_results(program: Program) -> list[bool]:
+    """Which results of a program are of weak type, as Python's numbers are."""
+    return [bool(aval(v).weak_type) for v in program.jaxpr.outvars]
+
+
+def _typed(arrays: Sequence[jax.Array], weak: Sequence[bool]) -> Arrays:
+    """The arrays, of weak type where the results of the unsharded program are."""
+    return [as_weak(x) if is_weak else x for x, is_weak in zip(arrays, weak, strict=True)]
 
 
 def _placed(arrays: Sequence[jax.Array], kinds: Sequence[str | None]) -> Arrays:

@@ -13,6 +13,7 @@ from jax.tree_util import PyTreeDef
 
 from .._text import path_text
 from .._types import PyTree
+from ..jaxpr.compat import is_weak
 from ..jaxpr.trace import Program, trace
 from ..sharding.axes import Axes
 from ..sharding.layout import EvenSplit, is_split
@@ -236,9 +237,9 @@ def _logical(state: PyTree, initial: PyTree, grow: Callable[[PyTree], PyTree]) -
     candidate = initial
     for _ in range(_GROWTHS):
         if jax.tree.structure(candidate) == tree:
-            dtypes = [shape_dtype(x)[1] for x in jax.tree.leaves(state)]
-            avals = [jax.ShapeDtypeStruct(x.shape, d) for x, d in zip(jax.tree.leaves(candidate), dtypes, strict=True)]
-            return jax.tree.unflatten(tree, avals)
+            pairs = zip(jax.tree.leaves(candidate), jax.tree.leaves(state), strict=True)
+            typed = lambda x, y: jax.ShapeDtypeStruct(x.shape, shape_dtype(y)[1], weak_type=is_weak(y))
+            return jax.tree.unflatten(tree, [typed(x, y) for x, y in pairs])
         candidate = grow(candidate)
     paths = lambda t: {path_text(p) for p, _ in jax.tree_util.tree_leaves_with_path(t)}
     here, there = paths(state), paths(initial)

@@ -12,6 +12,7 @@ import numpy as np
 import optax
 
 from .._types import ArrayLike, Path, PyTree
+from ..jaxpr.compat import is_weak
 from ..jaxpr.trace import x64
 from ..sharding import place, vma
 from ..sharding.axes import Axes
@@ -20,7 +21,7 @@ from ..sharding.layout import EvenSplit, Layout, is_split
 from ..sharding.leaves import Leaf, Leaves, is_key, skipping, state_leaves, unwrap, wrap_padded
 from ..sharding.options import Options, param_leaves, require_observed, resolve_axes
 from . import checks, split_regions
-from .step import Arrays, Init, Update
+from .step import Arrays, Init, Update, weak_results
 from .trace import Extra, StoredLeaf, sort_extra, trace_init, trace_update
 
 #: Set while an inner optimizer is traced: another wrapped one inside it is refused.
@@ -115,7 +116,7 @@ class _Given:
     def key(self) -> tuple[Hashable, ...]:
         """What the traced update depends on."""
         arrays, tree = jax.tree.flatten(self.state)
-        dtypes = tuple(jnp.result_type(x) for x in arrays)
+        dtypes = tuple((jnp.result_type(x), is_weak(x)) for x in arrays)
         leaves = (self.grads, self.params, self.split, self.split_params, self.extra.key())
         return (self.call, self.axes, self.manual, *leaves, tree, dtypes)
 
@@ -248,7 +249,9 @@ class Calls:
 
     def _abstract_state(self, step: Init) -> list[jax.ShapeDtypeStruct]:
         shapes = [(leaf.stored_shape, leaf.dtype) for leaf in step.state]
-        return place.abstract(self.options.mesh, shapes, step.out_specs, step.out_kinds)
+        made = place.abstract(self.options.mesh, shapes, step.out_specs, step.out_kinds)
+        typed = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding, weak_type=True)
+        return [typed(x) if weak else x for x, weak in zip(made, weak_results(step.program), strict=True)]
 
 
 def optimizer_leaves(
