@@ -22,6 +22,7 @@ from .gradients.forward import forward
 from .gradients.value_and_grad import value_and_grad
 from .optimizer import checks
 from .optimizer.gather_state import gather_state
+from .optimizer.measure import measure
 from .optimizer.wrapper import ShardedOptimizer, wrap
 from .sharding.options import Options, require_observed
 from .sharding.scalars import python_scalar
@@ -228,6 +229,37 @@ class Zero(Options):
             outside(self, "gather")
             return gather_state(self, tree, tree, None, host)
         return gather(self, tree)
+
+    def measure(self, f: Callable[..., PyTree], *trees: PyTree) -> PyTree:
+        """Statistics of split trees, exact: `f` of full arrays, evaluated on shares.
+
+        A split leaf may be padded, so `jnp.mean`, `x.size` and the like are wrong on what it stores. Here `f` is traced
+        at logical shapes, as an optimizer is, and evaluated on the shares: sums are one number per device.
+
+        Args:
+          f: A function of trees of full arrays, such as `optax.tree.norm`; returns any tree, of scalars mostly.
+          *trees: Parameters, gradients, updates, split or whole. For optimizer state pass
+            `zero.gather(state, like=params)`.
+
+        Returns:
+          What `f` returns, equal on all devices. Inside a user's `shard_map` too, where a plain leaf that varies over
+          the shard axis is this device's rows. Called eagerly it is compiled at each call; put it in the step.
+
+        Raises:
+          ValueError: For optimizer state, where its type or placement shows it; inside `shard_map` for a gradient that
+            is not reduced.
+
+        Examples:
+          >>> import jax, jax.numpy as jnp, jaxzero
+          >>> zero = jaxzero.Zero(jax.make_mesh((8,), ("data",)), stage=3)
+          >>> params = zero.shard({"w": jnp.ones((5, 3)), "b": jnp.ones(3)})  # 15 of 16 and 3 of 8 stored elements
+          >>> means = zero.measure(lambda p: jax.tree.map(jnp.mean, p), params)
+          >>> float(means["w"]), float(means["b"])
+          (1.0, 1.0)
+          >>> int(zero.measure(lambda p: sum(x.size for x in jax.tree.leaves(p)), params))
+          18
+        """
+        return measure(self, f, trees)
 
     def specs(self, tree: PyTree) -> PyTree:
         """`PartitionSpec`s of a tree in split form, for a user's own `shard_map`; sends nothing.

@@ -26,7 +26,7 @@ def test_every_public_name_has_a_docstring():
 
 def test_zero_has_its_options_and_its_documented_methods_alone():
     options = {field.name for field in dataclasses.fields(jaxzero.Zero)}
-    state = {"optimizer", "init", "shard", "gather", "specs", "apply", "shard_axes", "replica_axes"}
+    state = {"optimizer", "init", "shard", "gather", "measure", "specs", "apply", "shard_axes", "replica_axes"}
     losses = {"observe", "value_and_grad", "forward"}
     reports = {"explain", "plan", "memory", "verify"}
     public = {name for name in dir(jaxzero.Zero(MESH)) if not name.startswith("_")}

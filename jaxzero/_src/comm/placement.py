@@ -74,7 +74,7 @@ def gather(options: Options, tree: PyTree) -> PyTree:
     axes, manual = resolve_axes(options, "gather")
     if manual:
         return _gather_inside(options, axes, tree)
-    _no_state(options, tree, axes)
+    no_state("gather", options, tree, axes)
     leaves = param_leaves(options, tree, axes.n)
     out = []
     for leaf, x in zip(leaves.leaves, jax.tree.leaves(tree, is_leaf=is_split), strict=True):
@@ -96,7 +96,7 @@ def gather_array(options: Options, axes: Axes, path: Path, x: jax.Array, layout:
     return _gather_one(options.mesh, axes, layout)(value)
 
 
-def _no_state(options: Options, tree: PyTree, axes: Axes) -> None:
+def no_state(call: str, options: Options, tree: PyTree, axes: Axes) -> None:
     """Refuses optimizer state, whose flat leaves do not show their logical shapes."""
     is_state = lambda x: isinstance(x, tuple) and type(x).__module__.startswith(("optax.", "jaxzero."))
     for path, x in jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: is_split(x) or is_state(x)):
@@ -105,7 +105,7 @@ def _no_state(options: Options, tree: PyTree, axes: Axes) -> None:
         held = [y for y in jax.tree.leaves(x, is_leaf=is_split) if is_state(x) and not is_split(y) and jnp.ndim(y) == 1]
         if held or (options.stage == 1 and split and jnp.ndim(x) == 1 and not is_split(x)):
             raise ValueError(
-                f"gather: leaf {path_text(path)!r} is optimizer state, whose flat leaves do not show their logical "
+                f"{call}: leaf {path_text(path)!r} is optimizer state, whose flat leaves do not show their logical "
                 "shapes. Expected parameters or gradients. Fix: zero.gather(state, like=params), with optimizer=tx "
                 "for state that is not like the parameters."
             )
