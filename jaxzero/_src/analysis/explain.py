@@ -19,7 +19,7 @@ from ..optimizer import checks, split_regions
 from ..optimizer import trace as optimizer_trace
 from ..optimizer.step import Update
 from ..optimizer.wrapper import ShardedOptimizer, optimizer_leaves
-from ..partition.record import Communication, Record
+from ..partition.record import Communication, Dealt, Record
 from ..sharding.checks import check_params
 from ..sharding.leaves import shape_dtype
 from ..sharding.options import Options, resolve_axes
@@ -43,6 +43,7 @@ class Report:
         `None` where there are none, or no devices to compile for.
       changed: State leaves whose dtype the update changes: (path, dtype before, dtype after). The step is compiled
         again for them, and a `lax.scan` over steps refuses them.
+      dealt: Work on whole matrices that was dealt out to devices, one entry for each exchange.
     """
 
     local: int
@@ -52,6 +53,7 @@ class Report:
     n: int
     others: tuple[Collective, ...] | None = None
     changed: tuple[tuple[str, str, str], ...] = ()
+    dealt: tuple[Dealt, ...] = ()
 
     @classmethod
     def of(
@@ -71,6 +73,7 @@ class Report:
             n=n,
             others=others,
             changed=changed,
+            dealt=tuple(record.dealt),
         )
 
     @property
@@ -107,6 +110,13 @@ class Report:
             *fold(f"{len(self.gathers)} values gathered: {gathered} per device and step", width),
             *_groups(self.gathers),
         ]
+        for x in self.dealt:
+            lines += fold(
+                f"{x.jobs} jobs on whole matrices dealt out: {size_text(x.nbytes)} per device and step, the largest "
+                f"load {x.balance:.2f} of the mean" + (f", {x.times} times" if x.times > 1 else ""),
+                width,
+            )
+            lines += _counted((count, f"{what} of {read}", 1) for count, read, what in x.kinds)
         if self.others is not None:
             sent = size_text(sum(x.sent for x in self.others))
             lines += fold(f"{len(self.others)} collectives over other mesh axes: {sent} per device and step", width)

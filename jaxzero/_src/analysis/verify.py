@@ -9,7 +9,7 @@ import optax
 from .._table import table
 from .._text import path_text, size_text
 from .._types import Path, PyTree
-from ..jaxpr.collectives import GATHER, REDUCE, SCATTER
+from ..jaxpr.collectives import EXCHANGE, GATHER, REDUCE, SCATTER
 from ..sharding.axes import Axes
 from ..sharding.layout import Shape
 from ..sharding.leaves import Leaf
@@ -179,6 +179,8 @@ def _missing(kind: str, axes: Axes) -> str:
         return f"jax.lax.psum_scatter over {axes.shard}, as zero.value_and_grad does, not jax.lax.psum."
     if kind == REDUCE:
         return f"one jax.lax.psum over {axes.replica or axes.shard}, as zero.value_and_grad does."
+    if kind == EXCHANGE:
+        return "zero.apply deals out the work on whole matrices of the optimizer that zero.optimizer wraps."
     return "zero.apply gathers new parameters, zero.value_and_grad at stage 3 gathers them on use."
 
 

@@ -91,15 +91,15 @@ def logical(x: Array, layout: Layout) -> Array:
     return lax.slice_in_dim(x, 0, inner, axis=lead).reshape(layout.shape)
 
 
-def _blocks(x: Array, layout: Layout) -> Array:
+def blocks(x: Array, layout: Layout) -> Array:
     """The logical array as `[n, k]`: row `i` is device `i`'s share, ravelled."""
     x, lead = stored(x, layout), layout.lead
     x = x.reshape(*x.shape[:lead], layout.n, x.shape[lead] // layout.n, *x.shape[lead + 1 :])
     return jnp.moveaxis(x, lead, 0).reshape(layout.n, -1)
 
 
-def _unblocks(x: Array, layout: Layout) -> Array:
-    """The inverse of `_blocks`."""
+def unblocks(x: Array, layout: Layout) -> Array:
+    """The inverse of `blocks`."""
     x = jnp.moveaxis(x.reshape(layout.n, *layout.local_shape), 0, layout.lead)
     return logical(x.reshape(layout.stored_shape), layout)
 
@@ -188,7 +188,7 @@ def reduce_scatter(
         layouts,
         bucket_bytes,
         alone=lambda x, layout: scatter(stored(x, layout), hops, layout.lead),
-        block=_blocks,
+        block=blocks,
         together=lambda x: scatter(x, hops, 0)[0],
         unblock=lambda x, layout: x.reshape(layout.local_shape),
     )
@@ -221,7 +221,7 @@ def all_gather(
         alone=lambda x, layout: logical(gather(x, hops, layout.lead), layout),
         block=lambda x, layout: x.reshape(1, -1),
         together=lambda x: gather(x, hops, 0),
-        unblock=_unblocks,
+        unblock=unblocks,
     )
 
 
@@ -248,10 +248,10 @@ def gather_intra_node(node_shards: Sequence[Array], layouts: Sequence[Layout], h
         node_shards,
         layouts,
         NO_LIMIT,
-        alone=lambda x, layout: _unblocks(intra_node(x, hops, 0), layout),
+        alone=lambda x, layout: unblocks(intra_node(x, hops, 0), layout),
         block=lambda x, layout: x,
         together=lambda x: intra_node(x, hops, 0),
-        unblock=_unblocks,
+        unblock=unblocks,
     )
 
 

@@ -28,12 +28,12 @@ from ..comm.reduce import GradReducer
 from ..jaxpr.calls import scan_options
 from ..jaxpr.compat import scan_parts
 from ..jaxpr.flat import Atom, Known, Step, Var
+from ..jaxpr.varying import Vary, evaluate_equation
 from ..sharding.axes import Axes
 from ..sharding.host import on_host, to_device
 from ..sharding.leaves import is_key
 from .gathers import Gather, GatheredParam
 from .schedule import NodeShard, ScanSchedule, Schedule
-from .varying import Vary, evaluate_equation
 
 Array = jax.Array
 NodeShards = dict[NodeShard, Array]

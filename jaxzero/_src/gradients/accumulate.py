@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 
 from .._positions import replace_at
 from .._types import PyTree
-from ..fsdp.varying import Vary
+from ..jaxpr.varying import Vary
 from ..sharding.leaves import is_key
 from .batch import Argument
 

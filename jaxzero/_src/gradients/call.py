@@ -12,8 +12,8 @@ from jax.sharding import AbstractMesh, PartitionSpec
 
 from .._text import path_text
 from .._types import PyTree
-from ..fsdp.varying import Vary, unchecked, varying_over
 from ..jaxpr import trace
+from ..jaxpr.varying import Vary, unchecked, varying_over
 from ..optimizer.checks import RESHARD
 from ..sharding import axes as sharding_axes
 from ..sharding import checks, host, place

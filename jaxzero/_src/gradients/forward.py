@@ -15,9 +15,9 @@ from .._types import PyTree
 from ..comm.reduce import GradReducer, Summand
 from ..fsdp.evaluate import evaluate
 from ..fsdp.schedule import schedule_gathers
-from ..fsdp.varying import Vary
 from ..jaxpr import dependence
 from ..jaxpr.flat import flatten
+from ..jaxpr.varying import Vary
 from ..sharding.flax_boxes import opened
 from ..sharding.options import Options, gather_options, reduce_options
 from ..sharding.vma import varying

@@ -10,8 +10,8 @@ from jax.sharding import PartitionSpec
 from .._positions import replace_at
 from .._types import PyTree
 from ..comm.reduce import GradReducer, Summand
-from ..fsdp.varying import Vary
 from ..jaxpr import dependence, trace
+from ..jaxpr.varying import Vary
 from ..sharding.flax_boxes import opened
 from ..sharding.layout import Layout
 from ..sharding.leaves import Leaf

@@ -11,10 +11,10 @@ from .._text import path_text
 from ..comm.reduce import GradReducer
 from ..fsdp.evaluate import evaluate, together
 from ..fsdp.schedule import Schedule, schedule_gathers
-from ..fsdp.varying import Vary
 from ..jaxpr import trace
 from ..jaxpr.flat import Flat, Var, casts_to_varying, flatten
 from ..jaxpr.trace import Program
+from ..jaxpr.varying import Vary
 from ..sharding.layout import Layout
 from ..sharding.options import gather_options
 from ..sharding.vma import abstract_varying

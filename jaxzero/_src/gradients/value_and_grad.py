@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._types import PyTree
-from ..fsdp.varying import Vary
+from ..jaxpr.varying import Vary
 from ..sharding.leaves import is_key, wrap_padded
 from ..sharding.options import Options
 from . import scaled_loss

@@ -17,6 +17,7 @@ from .compat import aval
 from .trace import AnyJaxpr
 
 GATHER, SCATTER, REDUCE, PERMUTE = "all-gather", "reduce-scatter", "all-reduce", "collective-permute"
+EXCHANGE = "all-to-all"
 _KINDS = {
     p.ALL_GATHER: GATHER,
     p.ALL_GATHER_INVARIANT: GATHER,
@@ -25,7 +26,7 @@ _KINDS = {
     p.PSUM_INVARIANT: REDUCE,
     p.PMAX: REDUCE,
     p.PMIN: REDUCE,
-    p.ALL_TO_ALL: "all-to-all",
+    p.ALL_TO_ALL: EXCHANGE,
     p.PPERMUTE: PERMUTE,
 }
 

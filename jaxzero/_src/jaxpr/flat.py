@@ -179,12 +179,15 @@ def _needed(flat: Flat) -> Flat:
     return Flat(flat.inputs, kept, flat.outs)
 
 
-def inlined(jaxpr: AnyJaxpr, consts: Sequence[jax.Array]) -> tuple[list[JaxprEqn], list[Any], dict[Var, jax.Array]]:
+def inlined(
+    jaxpr: AnyJaxpr, consts: Sequence[jax.Array], *, remat: bool = False
+) -> tuple[list[JaxprEqn], list[Any], dict[Var, jax.Array]]:
     """A program whose calls are written out: a jitted function of a tree would make all leaves depend on each other.
 
     Args:
       jaxpr: An open program.
       consts: Its constants.
+      remat: Whether rematerialised calls are written out too: where nothing is differentiated they mean nothing.
 
     Returns:
       Its equations and its results, over the program's own inputs and new variables; constants by variable.
@@ -200,7 +203,7 @@ def inlined(jaxpr: AnyJaxpr, consts: Sequence[jax.Array]) -> tuple[list[JaxprEqn
         for eqn in program.eqns:
             ins: list[Any] = [read(v) for v in eqn.invars]
             called = called_program(eqn)
-            if called is not None and eqn.primitive.name != REMAT:
+            if called is not None and (remat or eqn.primitive.name != REMAT):
                 inner, more = called
                 outs: list[Any] = write(inner, more, dict(zip(inner.invars, ins, strict=True)))
             else:

@@ -71,6 +71,21 @@ CUMULATIVE = (
 )
 SORT = core.sort_p.name
 DOT_GENERAL = core.dot_general_p.name
+#: Factorisations and solutions of matrices: the operations of each are a multiple of `m * n * min(m, n)`.
+FACTORISATIONS = {
+    core.cholesky_p.name: 1 / 3,
+    core.eig_p.name: 25,
+    core.eigh_p.name: 9,
+    core.hessenberg_p.name: 4,
+    core.householder_product_p.name: 2,
+    core.lu_p.name: 2 / 3,
+    core.qr_p.name: 4,
+    core.schur_p.name: 25,
+    core.svd_p.name: 20,
+    core.triangular_solve_p.name: 1,
+    core.tridiagonal_p.name: 4,
+    "geqrf": 2,
+}
 RANDOM_BITS = core.random_bits_p.name
 
 # --- inner programs ------------------------------------------------------------------------------

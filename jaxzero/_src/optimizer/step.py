@@ -65,7 +65,7 @@ class Init:
 
     def __call__(self, params: Arrays, consts: Arrays) -> Arrays:
         """Evaluates the inner init on shares, inside a manual region."""
-        ctx = Context(self.axes, self.options.bucket_bytes, None)
+        ctx = Context(self.axes, self.options.bucket_bytes, None, deal=self.options.deal)
         values = convert.parameters(ctx, list(map(host.to_device, params)), self.params, self.split_params)
         out = evaluate(ctx, self.program.jaxpr, consts, values)
         stored = ctx.stored(ctx.convert_all(out, [leaf.layout for leaf in self.state]))
@@ -117,7 +117,7 @@ class Update:
         self, grads: Arrays, state: Arrays, params: Arrays, extra: Arrays, consts: Arrays, record: Record | None = None
     ) -> tuple[Arrays, Arrays]:
         """Reduces, evaluates the inner update on shares and gathers, inside a manual region."""
-        ctx = Context(self.axes, self.options.bucket_bytes, record)
+        ctx = Context(self.axes, self.options.bucket_bytes, record, deal=self.options.deal)
         mean = convert.gradients(ctx, self.options, grads, self.grads, self.split_grads, self.local)
         if self.options.offload:
             return self._by_group(ctx, mean, state, params, extra, consts)

@@ -63,7 +63,10 @@ def cond(evaluate: Evaluate, ctx: Context, eqn: JaxprEqn, ins: list[Value]) -> l
 
 def _typed_varying(ctx: Context, values: list[Value]) -> list[Value]:
     """Split values typed as varying over the shard axis even where a branch made them of constants."""
-    return [Split(cast(x.local, ctx.axes.shard), x.layout) if isinstance(x, Split) else x for x in values]
+    over = ctx.axes.shard
+    if ctx.all_varying:
+        values = [x if isinstance(x, Split) else cast(jnp.asarray(x), over) for x in values]
+    return [Split(cast(x.local, over), x.layout) if isinstance(x, Split) else x for x in values]
 
 
 def _carry_forms(

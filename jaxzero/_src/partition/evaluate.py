@@ -28,7 +28,7 @@ from ..jaxpr.calls import called_program
 from ..jaxpr.compat import Literal, aval, literal_value
 from ..jaxpr.trace import AnyJaxpr
 from ..sharding.vma import varying
-from . import contractions, control_flow, draws, elementwise, indexing, reductions, structural
+from . import batched, contractions, control_flow, deal, draws, elementwise, indexing, jobs, reductions, structural
 from .values import Context, LazyBroadcast, NeedsReplicated, Partial, Results, Split, Value
 
 _MISSING = object()
@@ -78,14 +78,34 @@ def evaluate(ctx: Context, jaxpr: AnyJaxpr, consts: Sequence[Value], args: Seque
     Returns:
       One value per result, in whatever form it came out.
     """
+    found = jobs.found(_apply, ctx, jaxpr, consts, args)
+    if found is not None:
+        jaxpr, consts = found.jaxpr, [*consts, *found.consts]
     scope = _Scope(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
     work = [(eqn, scope) for eqn in jaxpr.eqns]
     while work:
         postponed, needed = _round(ctx, work)
-        assert not postponed or needed, "an equation is postponed and needs nothing"
-        ctx.communicate(needed)
+        ready = [(eqn, s) for eqn, s in postponed if isinstance(eqn, jobs.Job) and _ready(eqn, s)]
+        assert not postponed or needed or ready, "an equation is postponed and needs nothing"
+        if needed:
+            ctx.communicate(needed)
+        elif ready:
+            _deal(ctx, ready)
+            postponed = [(eqn, s) for eqn, s in postponed if eqn.outvars[0] not in s]
         work = postponed
     return [scope.read(v) for v in jaxpr.outvars]
+
+
+def _ready(job: jobs.Job, scope: _Scope) -> bool:
+    return all(scope.read(v) is not _MISSING for v in job.invars)
+
+
+def _deal(ctx: Context, ready: Sequence[tuple[jobs.Job, _Scope]]) -> None:
+    """Runs the jobs, all in one exchange."""
+    operands = [[scope.read(v) for v in job.invars] for job, scope in ready]
+    results = deal.deal(evaluate, ctx, [job for job, _ in ready], operands)
+    for (job, scope), outs in zip(ready, results, strict=True):
+        scope.update(zip(job.outvars, outs, strict=True))
 
 
 def _round(ctx: Context, work: Work) -> tuple[Work, list[Split | Partial]]:
@@ -110,6 +130,10 @@ def _round(ctx: Context, work: Work) -> tuple[Work, list[Split | Partial]]:
         if missing:
             if eqn.primitive.name not in elementwise.LINEAR:  # it will need these whole in any case
                 needed += _recorded(ctx, eqn, [x for x in ins if isinstance(x, Partial)])
+            postponed.append((eqn, scope))
+            continue
+        if isinstance(eqn, jobs.Job):  # deferred until nothing else can run, so that all jobs share one exchange
+            needed += _recorded(ctx, eqn, [x for x in ins if isinstance(x, Partial)])
             postponed.append((eqn, scope))
             continue
         try:
@@ -169,6 +193,8 @@ def _candidates(ctx: Context, eqn: JaxprEqn, name: str) -> Iterator[tuple[Callab
         yield lambda ins: _RULES[name](ctx, eqn, ins) if _for_rules(name, ins) else None, "local"
     elif elementwise.is_elementwise(eqn):
         yield lambda ins: elementwise.on_shares(ctx, eqn, ins), "local"
+    else:
+        yield lambda ins: batched.on_entries(ctx, eqn, ins), "local"
 
 
 def _for_rules(name: str, ins: list[Value]) -> bool:

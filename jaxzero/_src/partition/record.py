@@ -33,6 +33,33 @@ class Communication:
     times: int
 
 
+@dataclasses.dataclass(frozen=True)
+class Dealt:
+    """Jobs on whole matrices that were dealt out to devices in one exchange.
+
+    Attributes:
+      kinds: Of each kind how many jobs there are, the shapes that one reads, and the primitives on matrices in it.
+      loads: For each device the operations of its jobs.
+      nbytes: Bytes that a device sends in both directions together.
+      times: How often per step.
+    """
+
+    kinds: tuple[tuple[int, str, str], ...]
+    loads: tuple[float, ...]
+    nbytes: int
+    times: int
+
+    @property
+    def jobs(self) -> int:
+        """How many jobs there are."""
+        return sum(count for count, *_ in self.kinds)
+
+    @property
+    def balance(self) -> float:
+        """The largest load over the mean."""
+        return max(self.loads) * len(self.loads) / (sum(self.loads) or 1.0)
+
+
 class Record:
     """Filled while a program is evaluated; `analysis.explain.Report` shows it to users."""
 
@@ -40,6 +67,7 @@ class Record:
         self.counts: collections.Counter[str] = collections.Counter()
         self.whole: collections.Counter[str] = collections.Counter()
         self.crossings: list[Communication] = []
+        self.dealt: list[Dealt] = []
         self._seen: set[int] = set()
         self._alive: list[Split | Partial] = []
 
@@ -59,6 +87,12 @@ class Record:
             how = "gather" if isinstance(x, Split) else x.how
             nbytes = math.prod(x.shape) * x.dtype.itemsize // _parts(x)
             self.crossings.append(Communication(name, how, x.shape, str(x.dtype), nbytes, times))
+
+    def exchanged(
+        self, kinds: tuple[tuple[int, str, str], ...], loads: tuple[float, ...], nbytes: int, times: int
+    ) -> None:
+        """Jobs were dealt out in one exchange; see `Dealt`."""
+        self.dealt.append(Dealt(kinds, loads, nbytes, times))
 
 
 def _parts(x: Split | Partial) -> int:

@@ -6,6 +6,7 @@ this device's term of a sum (or maximum, minimum, product) that is not yet reduc
 pass through `lax.scan`, `lax.cond` and `lax.while_loop` as they are.
 """
 
+import copy
 import dataclasses
 import functools
 import math
@@ -111,6 +112,9 @@ class Recorder(Protocol):
     def communicated(self, name: str, values: Sequence[Split | Partial], times: int) -> None:
         """Values were communicated."""
 
+    def exchanged(self, kinds: Any, loads: tuple[float, ...], nbytes: int, times: int) -> None:
+        """Work was dealt out."""
+
 
 class Context:
     """One evaluation on shares: the axes, the record, and what it has already computed."""
@@ -122,12 +126,17 @@ class Context:
         record: Recorder | None,
         times: int = 1,
         sharded_draws: Any = None,
+        deal: bool = False,
     ) -> None:
         self.axes = axes
         self.bucket_bytes = bucket_bytes
         self.record = record
         self.times = times
         self.sharded_draws = sharded_draws  # which random draws are made share by share (`draws.ShardedDraws`)
+        self.deal = deal  # whether work on whole matrices is dealt out to the devices (`jobs`)
+        self.found: dict[Any, Any] = {}  # the jobs of each program, for all inner contexts too
+        self.abstract = False  # whether only the forms of results are asked for
+        self.all_varying = False  # whether values that are not split may differ between devices too
         self._index: Array | None = None
         self._masks: dict[tuple[int, int], Array] = {}
 
@@ -138,8 +147,17 @@ class Context:
 
     def child(self, *, times: int = 1, quiet: bool = False) -> "Context":
         """A context for an inner program: its own trace, so nothing computed is carried over."""
-        record = None if quiet else self.record
-        return Context(self.axes, self.bucket_bytes, record, self.times * times, self.sharded_draws)
+        new = copy.copy(self)
+        new._index, new._masks, new.times = None, {}, self.times * times
+        if quiet:
+            new.record, new.abstract = None, True
+        return new
+
+    def dry(self, record: Any) -> "Context":
+        """A context that deals nothing out; what it does goes to another record."""
+        new = self.child()
+        new.record, new.deal, new.times = record, False, 1
+        return new
 
     def note(self, eqn: JaxprEqn, how: str) -> None:
         """Writes one line of the record, if there is one."""

@@ -41,6 +41,7 @@ class Options:
     replica_axis: AxisNames | None = None
     hierarchical: bool | None = None
     bucket_bytes: int | None = BUCKET_BYTES
+    deal: bool = True
     reduce_dtype: jax.typing.DTypeLike | None = None
     predivide: float | None = None
     stacked: Callable[[Path], int] | None = None

@@ -11,15 +11,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import Jaxpr, JaxprEqn
+from jax.extend.core import JaxprEqn
 from jax.typing import ArrayLike
 
-from ..jaxpr.bind import bind
-from ..jaxpr.calls import called_program, scan_options, while_parts
-from ..jaxpr.compat import Literal, literal_value, open_program, scan_parts
-from ..jaxpr.primitives import COND, RESHARD, SCAN, VARYING_CAST, WHILE
 from ..sharding.axes import Axes
 from ..sharding.vma import cast
+from .bind import bind
+from .calls import called_program, scan_options, while_parts
+from .compat import Literal, literal_value, open_program, scan_parts
+from .primitives import COND, RESHARD, SCAN, VARYING_CAST, WHILE
+from .trace import AnyJaxpr
 
 Array = jax.Array
 #: Types a value as varying over all axes of the region; `unchecked` in a region that does not check types.
@@ -45,7 +46,7 @@ def evaluate_equation(eqn: JaxprEqn, ins: Sequence[ArrayLike], vary: Vary) -> li
         return bind(eqn, ins)
     name = eqn.primitive.name
     if (called := called_program(eqn)) is not None:
-        return _program(*called, ins, vary)
+        return evaluate_program(*called, ins, vary)
     if name in _CASTS:
         return [vary(x) for x in ins]
     rule = {SCAN: _scan, WHILE: _while, COND: _cond}.get(name)
@@ -53,8 +54,10 @@ def evaluate_equation(eqn: JaxprEqn, ins: Sequence[ArrayLike], vary: Vary) -> li
     return [vary(x) for x in outs]
 
 
-def _program(jaxpr: Jaxpr, consts: Sequence[ArrayLike], args: Sequence[ArrayLike], vary: Vary) -> list[Array]:
-    """The results of an inner program."""
+def evaluate_program(
+    jaxpr: AnyJaxpr, consts: Sequence[ArrayLike], args: Sequence[ArrayLike], vary: Vary
+) -> list[Array]:
+    """The results of a program on values that `vary` has typed, typed by it again."""
     env: dict[Any, Any] = dict(zip(jaxpr.constvars, map(vary, map(jnp.asarray, consts)), strict=True))
     env.update(zip(jaxpr.invars, args, strict=True))
     read = lambda v: vary(jnp.asarray(literal_value(v))) if isinstance(v, Literal) else env[v]
@@ -68,7 +71,7 @@ def _scan(eqn: JaxprEqn, ins: Sequence[Array], vary: Vary) -> list[Array]:
     count, inner = len(carry), open_program(eqn.params["jaxpr"])
 
     def body(c: list[Array], x: list[Array]) -> tuple[list[Array], list[Array]]:
-        outs = _program(*inner, [*consts, *c, *map(vary, x)], vary)
+        outs = evaluate_program(*inner, [*consts, *c, *map(vary, x)], vary)
         return outs[:count], outs[count:]
 
     carry, ys = lax.scan(body, carry, xs, **scan_options(eqn))
@@ -78,11 +81,11 @@ def _scan(eqn: JaxprEqn, ins: Sequence[Array], vary: Vary) -> list[Array]:
 def _while(eqn: JaxprEqn, ins: Sequence[Array], vary: Vary) -> list[Array]:
     for_test, for_body, carry = while_parts(eqn, ins)
     test_program, body_program = open_program(eqn.params["cond_jaxpr"]), open_program(eqn.params["body_jaxpr"])
-    test = lambda c: _program(*test_program, [*for_test, *c], vary)[0]
-    body = lambda c: _program(*body_program, [*for_body, *c], vary)
+    test = lambda c: evaluate_program(*test_program, [*for_test, *c], vary)[0]
+    body = lambda c: evaluate_program(*body_program, [*for_body, *c], vary)
     return list(lax.while_loop(test, body, carry))
 
 
 def _cond(eqn: JaxprEqn, ins: Sequence[Array], vary: Vary) -> list[Array]:
-    branches = [lambda *xs, b=b: _program(*open_program(b), xs, vary) for b in eqn.params["branches"]]
+    branches = [lambda *xs, b=b: evaluate_program(*open_program(b), xs, vary) for b in eqn.params["branches"]]
     return list(lax.switch(ins[0], branches, *ins[1:]))
