@@ -41,7 +41,7 @@ def polar_express():
             s = x @ x.T
             x = a * x + (b * s + c * s @ s) @ x
         x = x.T if m.shape[0] > m.shape[1] else x
-        return jnp.sqrt(max(1.0, m.shape[0] / m.shape[1])) * x, m
+        return jnp.sqrt(max(1.0, m.shape[0] / max(m.shape[1], 1))) * x, m
 
     return _each(jnp.zeros_like, step)
 

@@ -130,6 +130,11 @@ def _check_sizes(options: Options) -> None:
             f"Zero: bucket_bytes={size!r}. Expected a positive int, or None for no buckets. "
             f"Fix: for example bucket_bytes={BUCKET_BYTES}."
         )
+    if not isinstance(options.deal, bool):
+        raise ValueError(
+            f"Zero: deal={options.deal!r}. Expected True or False. Fix: deal=False makes every device do all work on "
+            "whole matrices."
+        )
     _check_count("prefetch", options.prefetch, 0, f"large gathers that may run ahead. Fix: prefetch={PREFETCH}.")
     _check_count("persist_bytes", options.persist_bytes, 0, "bytes. Fix: persist_bytes=0 keeps nothing whole.")
     if options.chunk_bytes is not None:

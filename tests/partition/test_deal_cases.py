@@ -1,0 +1,151 @@
+"""Dealing out work on whole matrices: odd shapes, NaN, other ways to call, and what the tests would see go wrong."""
+
+import functools
+
+import helpers
+import jax
+import jax.numpy as jnp
+import matrix_optimizers
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import jaxzero
+from jaxzero._src.comm import collectives
+from jaxzero._src.partition import deal
+
+SHAPES = {**{f"a{i}": (7, 9) for i in range(5)}, **{f"b{i}": (9, 6) for i in range(4)}, "bias": (11,)}
+
+
+def tree(shapes=SHAPES, seed=0):
+    rng = np.random.default_rng(seed)
+    return {k: jnp.asarray(rng.standard_normal(s), jnp.float32) for k, s in shapes.items()}
+
+
+def one_step(inner, shapes=SHAPES, world=3, grads=None, **options):
+    """Updates of one step, and those of plain Optax."""
+    zero = jaxzero.Zero(helpers.make_mesh(world), **{"stage": 2, **options})
+    params, grads = tree(shapes), tree(shapes, 1) if grads is None else grads
+    tx = zero.optimizer(inner)
+    got, _ = jax.jit(tx.update)(grads, jax.jit(tx.init)(params), params)
+    expected, _ = jax.jit(inner.update)(grads, inner.init(params), params)
+    return got, expected
+
+
+def dealt(inner, shapes=SHAPES, world=3, **options):
+    zero = jaxzero.Zero(helpers.make_mesh(world), **{"stage": 2, **options})
+    return zero.explain(inner, tree(shapes))
+
+
+@pytest.mark.parametrize(
+    ("shapes", "world"),
+    [
+        ({"a": (0, 4), "b": (4, 0), "c": (1, 1), "d": (1, 1), "e": (3, 5), "f": (3, 5)}, 8),
+        ({"a": (3, 5), "b": (3, 5)}, 8),
+        ({"a": (64, 48), "b": (3, 2), "c": (2, 3), "d": (5, 5)}, 3),
+        (SHAPES, 1),
+        ({"a": (6, 5)}, 3),
+    ],
+)
+def test_sizes(shapes, world):
+    helpers.close(*one_step(matrix_optimizers.polar_express(), shapes, world), 1e-5)
+
+
+def test_one_leaf_of_a_kind_alone_and_deal_false_are_not_dealt_out():
+    inner = matrix_optimizers.polar_express()
+    assert dealt(inner).dealt[0].jobs == 9
+    assert dealt(inner, {"a": (6, 5)}).dealt == ()
+    off = dealt(inner, deal=False)
+    assert off.dealt == ()
+    assert off.whole["dot_general"] > 0
+    assert "dot_general" not in dealt(inner).whole
+    helpers.close(*one_step(inner, deal=False), 1e-5)
+    with pytest.raises(ValueError, match="deal=1. Expected True or False"):
+        jaxzero.Zero(helpers.make_mesh(3), deal=1)
+
+
+def test_nan_stays_in_its_leaf():
+    grads = tree(seed=1)
+    grads["a1"] = grads["a1"].at[2, 3].set(jnp.nan)
+    got, expected = one_step(matrix_optimizers.polar_express(), grads=grads)
+    assert np.isnan(got.pop("a1")).all()
+    expected.pop("a1")
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(got))
+    helpers.close(got, expected, 1e-5)
+
+
+def test_stacked_layers_are_dealt_out_one_by_one():
+    shapes = {"layers": (5, 7, 9), "other": (5, 9, 7), "bias": (11,)}
+    unrolled = lambda x: jnp.linalg.qr(x @ x.T + jnp.eye(x.shape[0]))[0] @ x
+    update = lambda g, s, p=None: (jax.tree.map(lambda x: jax.vmap(unrolled)(x) if x.ndim == 3 else x, g), s)
+    inner = optax.GradientTransformation(lambda p: optax.EmptyState(), update)
+    stacked = dict(stacked=lambda path: "bias" not in jax.tree_util.keystr(path))
+    helpers.close(*one_step(inner, shapes, **stacked), 1e-4)
+    assert dealt(inner, shapes, **stacked).dealt[0].jobs == 10
+
+
+@pytest.mark.parametrize("around", ["multi steps", "finite", "hyperparams", "clip after", "offload"])
+def test_with_other_transformations(around):
+    inner, options = matrix_optimizers.polar_express(), {}
+    if around == "multi steps":
+        inner = optax.MultiSteps(inner, 1).gradient_transformation()
+    elif around == "finite":
+        inner = optax.apply_if_finite(inner, 3)
+    elif around == "hyperparams":
+        inner = optax.inject_hyperparams(
+            lambda rate: optax.chain(matrix_optimizers.polar_express(), optax.scale(rate))
+        )(rate=0.5)
+    elif around == "clip after":  # a second level: what follows the norm of all results works on matrices again
+        inner = optax.chain(inner, optax.clip_by_global_norm(0.01), matrix_optimizers.polar_express())
+    else:
+        options = dict(offload=("state",), bucket_bytes=None)
+    helpers.close(*one_step(inner, **options), 1e-4)
+
+
+def test_inside_a_shard_map():
+    mesh = helpers.make_mesh(3)
+    inner = matrix_optimizers.polar_express()
+    zero = jaxzero.Zero(mesh, stage=2)
+    tx = zero.optimizer(inner, grads="reduced")
+    params, grads = tree(), tree(seed=1)
+    state = tx.init(params)
+    region = functools.partial(jax.shard_map, mesh=mesh)
+    step = region(lambda g, s, p: tx.update(g, s, p)[0], in_specs=(P(), zero.specs(state), P()), out_specs=P())
+    helpers.close(jax.jit(step)(grads, state, params), inner.update(grads, inner.init(params), params)[0], 1e-4)
+
+
+# --- each of these faults is seen ------------------------------------------------------------------
+
+
+def wrong_owner(monkeypatch):
+    old = deal._Exchange._tables
+    roll = lambda tables: {k: np.roll(x, 1, 0) for k, x in tables.items()}
+    monkeypatch.setattr(deal._Exchange, "_tables", lambda self: roll(old(self)))
+
+
+def wrong_row(monkeypatch):
+    old = deal._Exchange._to_owners
+    monkeypatch.setattr(deal._Exchange, "_to_owners", lambda self, t: jnp.roll(old(self, t), 1, 0))
+
+
+def padding_as_data(monkeypatch):
+    def unblocks(x, layout):
+        flat = x.reshape(-1)
+        return flat[flat.size - layout.size :].reshape(layout.shape)
+
+    monkeypatch.setattr(deal, "collectives", type("C", (), {**vars(collectives), "unblocks": staticmethod(unblocks)}))
+
+
+def wrong_leaf(monkeypatch):
+    old = deal._Exchange._result
+    last = lambda self, k: len(self.kinds[k].members) - 1
+    monkeypatch.setattr(deal._Exchange, "_result", lambda self, k, m, *rest: old(self, k, last(self, k) - m, *rest))
+
+
+@pytest.mark.parametrize("fault", [wrong_owner, wrong_row, padding_as_data, wrong_leaf])
+def test_fault_is_seen(fault, monkeypatch):
+    fault(monkeypatch)
+    got, expected = one_step(matrix_optimizers.polar_express(), world=8)
+    with pytest.raises(AssertionError):
+        helpers.close(got, expected, 1e-2)
