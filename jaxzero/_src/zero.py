@@ -55,9 +55,7 @@ class Zero(Options):
         `False`: one flat collective over all of them.
       bucket_bytes: Leaves smaller than this travel together, in collectives of about this many bytes;
         `None`: every leaf alone. Numbers and storage do not depend on it.
-      deal: Whether an optimizer's work on whole matrices (Muon, Shampoo) is dealt out where several leaves have the
-        same kind: every matrix goes to one device and its result comes back as shares, instead of every device
-        working on every matrix. `explain` shows it. `False`: every device does all of it.
+      deal: Whether work on whole matrices (Muon, Shampoo) is dealt out, each matrix to one device; `explain` shows it.
       reduce_dtype: Dtype in which gradients are summed; `None`: float32, or a leaf's own if wider.
       predivide: What gradients are divided by before they are summed; the rest of the division follows. `None`: the
         whole number of summands where `reduce_dtype` has 16 bits, so that sums cannot overflow, and 1 elsewhere.
