@@ -355,3 +355,32 @@ def test_other_axis_manual_in_a_users_shard_map_is_refused():
     everywhere = jax.shard_map(zero.optimizer(optax.sgd(0.1)).init, mesh=zero.mesh, in_specs=P(), out_specs=P())
     with pytest.raises(ValueError, match=checks.saying("param_specs", "'b1'", "'model' is", "manual", FIX)):
         jax.eval_shape(everywhere, tree())
+
+
+def experts(p, x):
+    """Experts over `model` in a nested `shard_map` that reads the number of its device there."""
+
+    def local(e, x):
+        h = jnp.einsum("bi,eij->bej", x, e) * (1.0 + jax.lax.axis_index("model"))
+        return jax.lax.psum(h.sum(1), "model")
+
+    nested = jax.shard_map(local, in_specs=(P("model"), P()), out_specs=P(), axis_names={"model"})
+    return jnp.tanh(nested(p["experts"], x)) @ p["w"]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("specs", [None, {"experts": P("model"), "w": P()}])
+def test_axis_index_of_another_axis(stage, specs):
+    """In a nested `shard_map` of the loss it is the number along that axis, in gradients and in `forward`."""
+    mesh = helpers.make_mesh((4, 2), ("data", "model"))
+    params = {"experts": jnp.cos(jnp.arange(192.0)).reshape(4, 8, 6), "w": jnp.eye(6, 3)}
+    x = jnp.sin(jnp.arange(64.0)).reshape(8, 8)
+    loss = lambda p, x: jnp.mean(experts(p, x) ** 2)
+    with jax.set_mesh(mesh):
+        want, out = jax.jit(jax.value_and_grad(loss))(params, x), jax.jit(experts)(params, x)
+    zero = jaxzero.Zero(mesh, stage=stage, param_specs=specs)
+    stored = zero.shard(params)
+    value, grads = jax.jit(zero.value_and_grad(loss))(stored, x)
+    np.testing.assert_allclose(value, want[0], rtol=1e-6)
+    helpers.close(jax.device_get(grads if stage == 1 else zero.gather(grads)), jax.device_get(want[1]))
+    helpers.close(jax.device_get(jax.jit(zero.forward(experts))(stored, x)), jax.device_get(out))

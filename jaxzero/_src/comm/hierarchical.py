@@ -16,6 +16,9 @@ from collections.abc import Sequence
 import jax
 from jax import lax
 
+from ..sharding.axes import names
+from ..sharding.vma import varying
+
 Array = jax.Array
 Hops = Sequence[str | tuple[str, ...]]
 
@@ -28,7 +31,7 @@ def gather(x: Array, hops: Hops, axis: int) -> Array:
 def inter_node(x: Array, hops: Hops, axis: int) -> Array:
     """All hops but the last: what this device holds of the whole once nothing has to cross nodes any more."""
     for i, hop in enumerate(hops[:-1]):
-        x = lax.all_gather(x, hop, axis=axis + i, to="invarying")
+        x = _all_gather(x, hop, axis + i, tiled=False)
     return x
 
 
@@ -36,8 +39,19 @@ def intra_node(x: Array, hops: Hops, axis: int) -> Array:
     """The last hop: from the result of `inter_node` to the whole."""
     last = len(hops) - 1
     before, after = x.shape[:axis], x.shape[axis + last + 1 :]
-    x = lax.all_gather(x, hops[-1], axis=axis + last, tiled=True, to="invarying")
+    x = _all_gather(x, hops[-1], axis + last, tiled=True)
     return x.reshape(*before, math.prod(x.shape[axis : axis + len(hops)]), *after)
+
+
+def _all_gather(x: Array, hop: str | tuple[str, ...], axis: int, tiled: bool) -> Array:
+    """One hop of a gather, typed as equal on its devices where the region checks types.
+
+    Autodiff transposes a gather that is typed so to a slice: the cast of its result to a varying one transposes to
+    the sum. The region of a loss checks no types and holds no cast, so there the gather itself must transpose to a
+    reduce-scatter: else `jax.grad` around a call of the library would give one device's own gradient.
+    """
+    checked = not varying(x).isdisjoint(names(hop))
+    return lax.all_gather(x, hop, axis=axis, tiled=tiled, to="invarying" if checked else "varying")
 
 
 def scatter(x: Array, hops: Hops, axis: int) -> Array:

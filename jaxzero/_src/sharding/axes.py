@@ -101,8 +101,15 @@ def resolve(call: str, mesh: AnyMesh | None, shard: tuple[str, ...], replica: tu
 
 
 def for_losses(mesh: AnyMesh | None, axes: Axes) -> AbstractMesh:
-    """The mesh for tracing a loss outside any region: sharding constraints in it may name the other axes."""
-    return AbstractMesh((), ()) if mesh is None or set(mesh.axis_names) <= set(axes.every) else all_auto(mesh)
+    """The mesh for tracing a loss outside any region: the one of the region in which its program is evaluated.
+
+    Sharding constraints in the loss may name the other axes. A nested `shard_map` over these axes, and the inner
+    programs of a scan that is differentiated again, keep the mesh under which they were traced.
+    """
+    if mesh is None or set(mesh.axis_names) <= set(axes.every):
+        return AbstractMesh((), ())
+    known = mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh  # it knows the kind of device
+    return known.update_axis_types({a: AxisType.Manual if a in axes.every else AxisType.Auto for a in mesh.axis_names})
 
 
 def all_auto(mesh: AnyMesh) -> AbstractMesh:
