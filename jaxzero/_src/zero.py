@@ -17,6 +17,7 @@ from .analysis.verify import Verification, verify
 from .comm.placement import gather, outside, shard, specs
 from .fsdp.init import init_sharded
 from .fsdp.observe import observe
+from .gradients.aux import hashable
 from .gradients.checks import GradOptions
 from .gradients.forward import forward
 from .gradients.value_and_grad import value_and_grad
@@ -290,6 +291,7 @@ class Zero(Options):
         accumulate_dtype: jax.typing.DTypeLike = jnp.float32,
         sync: str = "each",
         weighted: bool = False,
+        aux: Any = None,
         whole_argnums: int | Sequence[int] = (),
         fold_keys: bool = True,
     ) -> Callable[..., PyTree]:
@@ -302,8 +304,10 @@ class Zero(Options):
         Args:
           loss_fn: `loss_fn(params, *batch) -> loss`, the mean over examples, for one device; or
             `(loss, aux)` with `has_aux`.
-          has_aux: Whether it returns aux. Floating leaves of aux are averaged over devices and micro-steps;
-            other leaves must not depend on the device.
+          has_aux: Whether it returns aux. A leaf of aux whose leading dimension grows with the number of examples
+            (logits, losses per example) comes back whole and in order, cut over the devices as the batch is; other
+            floating leaves are averaged over devices and micro-steps, statistics and maxima too; what is left must
+            not depend on the device. `aux` says otherwise.
           accumulate: Into how many micro-batches each device's examples are cut; their gradients are added in
             a `scan`, and the replica hop comes once, after it. Keys are folded with the number of the
             micro-batch too, so dropout with `accumulate=2` draws other values than with `accumulate=1`.
@@ -313,6 +317,9 @@ class Zero(Options):
           weighted: Whether the loss returns `(sum, weight)` instead of a mean. The result is the exact
             `sum/weight` over all devices and micro-steps and its gradient (the weight counts as constant); with
             a total weight of zero, a loss and gradients of zero.
+          aux: How leaves of aux are joined over devices and micro-steps, where the default does not fit: ``"mean"``,
+            ``"concat"`` (along the leading dimension), ``"max"`` or ``"sum"``, for all leaves; or a tree of these like
+            aux or a part of it; or a function of (key path, abstract leaf). `None`, for a leaf too: the default.
           whole_argnums: Positions of arguments (the parameters are 0) that are given whole to every
             device: batch statistics, schedules. All others are cut on their leading dimension over all
             devices; scalars are whole.
@@ -329,8 +336,8 @@ class Zero(Options):
           gradient is zeros (of a key, of dtype `float0`), and `apply` and the optimizer leave them unchanged.
 
         Raises:
-          ValueError: For a batch that does not divide, a loss that is no floating scalar, an aux leaf that
-            depends on the device, parameters that are not stored as this stage says, ordered effects.
+          ValueError: For a batch that does not divide, a loss that is no floating scalar, an aux leaf of
+            which cannot be told how it is joined, parameters that are not stored as this stage says, ordered effects.
 
         Examples:
           >>> import jax, jax.numpy as jnp, jaxzero
@@ -340,7 +347,9 @@ class Zero(Options):
           >>> float(value), float(grad)
           (9.0, 6.0)
         """
-        how = GradOptions(bool(has_aux), accumulate, accumulate_dtype, sync, bool(weighted))
+        how = GradOptions(
+            bool(has_aux), accumulate, accumulate_dtype, sync, bool(weighted), hashable("value_and_grad", aux)
+        )
         how.check("value_and_grad", self.stage)
         require_observed(self, "value_and_grad")
         return value_and_grad(_options(self), loss_fn, how, _positions(whole_argnums), bool(fold_keys))

@@ -1,6 +1,6 @@
 """One microbatch, or several whose results are added: gradient accumulation as a `scan` over microbatches."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 from .._positions import replace_at
 from .._types import PyTree
 from ..jaxpr.varying import Vary
-from ..sharding.leaves import is_key
+from .aux import over_microbatches
 from .batch import Argument
 
 Array = jax.Array
@@ -23,7 +23,7 @@ class Terms(NamedTuple):
     Attributes:
       value: The loss.
       weight: The weight of its examples, or `None`.
-      aux: What the loss returns beside its value, as it is; its floating leaves are added.
+      aux: What the loss returns beside its value: as it is for one microbatch, else the list of its leaves.
       grads: One array per trainable leaf: local, or this device's share of a sum over the shard axis.
     """
 
@@ -40,6 +40,7 @@ def add_up(
     steps: int,
     dtype: DTypeLike,
     vary: Vary,
+    joins: Sequence[str] = (),
 ) -> tuple[Terms, Terms]:
     """The sum of `step` over `steps` equal parts of this device's examples.
 
@@ -51,14 +52,14 @@ def add_up(
       steps: The number of microbatches.
       dtype: The dtype in which gradients are added; narrower ones are widened to it.
       vary: Types a value as different on every device: every sum may be, until it is reduced.
+      joins: For each leaf of aux how it is joined.
 
     Returns:
-      The sums, and the `Terms` of one microbatch, for their dtypes. Leaves of aux that are not floating are those of
-      the last microbatch.
+      The sums, with aux as the list of its joined leaves, and the `Terms` of one microbatch, for their dtypes.
     """
     if steps == 1:
         terms = step(list(arrays))
-        return terms, terms
+        return terms._replace(aux=jax.tree.leaves(terms.aux)), terms
     cut = [i for i, a in enumerate(arguments) if a.cut]
     keys = [i for i, a in enumerate(arguments) if a.key]
     examples = [arrays[i].reshape(steps, arrays[i].shape[0] // steps, *arrays[i].shape[1:]) for i in cut]
@@ -67,32 +68,27 @@ def add_up(
         here = replace_at(arrays, cut, examples)
         return step(replace_at(here, keys, [jax.random.fold_in(here[i], number) for i in keys]))
 
+    added = [i for i, join in enumerate(joins) if join in ("mean", "sum")]
+    rest = [i for i, join in enumerate(joins) if join not in ("mean", "sum")]
+
+    def sums(terms: Terms) -> list[Array]:
+        weight, aux = [] if terms.weight is None else [terms.weight], jax.tree.leaves(terms.aux)
+        return [terms.value, *weight, *(aux[i] for i in added), *terms.grads]
+
     first = jax.eval_shape(lambda: microbatch(jnp.int32(0), [x[0] for x in examples]))
-    wide = lambda x: jnp.promote_types(x.dtype, dtype) if _is_added(x) else x.dtype
-    start = [vary(jnp.zeros(x.shape, wide(x))) for x in _sums(first)]
+    wide = lambda x: jnp.promote_types(x.dtype, dtype) if jnp.issubdtype(x.dtype, jnp.inexact) else x.dtype
+    start = [vary(jnp.zeros(x.shape, wide(x))) for x in sums(first)]
 
     def body(total: list[Array], x: tuple[Array, list[Array]]) -> tuple[list[Array], list[Array]]:
         terms = microbatch(*x)
-        new = [a + vary(b).astype(a.dtype) for a, b in zip(total, _sums(terms), strict=True)]
-        return new, [y for y in jax.tree.leaves(terms.aux) if not _is_added(y)]
+        new = [a + vary(b).astype(a.dtype) for a, b in zip(total, sums(terms), strict=True)]
+        aux = jax.tree.leaves(terms.aux)
+        return new, [aux[i] for i in rest]
 
-    total, others = lax.scan(body, start, (jnp.arange(steps), examples))
-    return _as_terms(first, total, [y[-1] for y in others]), first
-
-
-def _is_added(x: Array) -> bool:
-    return not is_key(x.dtype) and bool(jnp.issubdtype(x.dtype, jnp.inexact))
-
-
-def _sums(terms: Terms) -> list[Array]:
-    weight = [] if terms.weight is None else [terms.weight]
-    return [terms.value, *weight, *filter(_is_added, jax.tree.leaves(terms.aux)), *terms.grads]
-
-
-def _as_terms(like: Terms, sums: Iterable[Array], others: Iterable[Array]) -> Terms:
-    """`Terms` of the results of `_sums`, and of the leaves of aux that are not added."""
-    sums, others = iter(sums), iter(others)
-    value = next(sums)
-    weight = None if like.weight is None else next(sums)
-    aux = jax.tree.map(lambda x: next(sums) if _is_added(x) else next(others), like.aux)
-    return Terms(value, weight, aux, list(sums))
+    total, stacks = lax.scan(body, start, (jnp.arange(steps), examples))
+    one_by_one = iter(total)
+    value = next(one_by_one)
+    weight = None if first.weight is None else next(one_by_one)
+    aux = replace_at([None] * len(joins), added, [next(one_by_one) for _ in added])
+    aux = replace_at(aux, rest, [over_microbatches(joins[i], x) for i, x in zip(rest, stacks, strict=True)])
+    return Terms(value, weight, aux, list(one_by_one)), first

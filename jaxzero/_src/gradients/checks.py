@@ -1,14 +1,13 @@
 """What a loss may return, and which of its results is which."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Hashable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from .._text import path_text
 from .._types import PyTree
 from ..jaxpr.calls import inner_programs
 from ..jaxpr.primitives import IO_CALLBACK
@@ -28,6 +27,7 @@ class GradOptions:
     accumulate_dtype: DTypeLike = jnp.float32
     sync: str = "each"
     weighted: bool = False
+    aux: Hashable = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "accumulate", python_scalar(self.accumulate))
@@ -108,8 +108,8 @@ def _pair(call: str, value: PyTree, how: GradOptions) -> tuple[jax.Array, jax.Ar
     return value[0], jax.lax.stop_gradient(jnp.asarray(value[1], jnp.promote_types(dtype, jnp.float32)))
 
 
-def check_types(call: str, value: jax.Array, aux: PyTree, axes: Axes) -> None:
-    """Inside `shard_map`: refuses a loss that is reduced already, and aux that differs and is no mean."""
+def check_types(call: str, value: jax.Array, axes: Axes) -> None:
+    """Inside `shard_map`: refuses a loss that is reduced already."""
     missing = [a for a in axes.every if a not in varying(value)]
     if missing:
         raise ValueError(
@@ -118,20 +118,6 @@ def check_types(call: str, value: jax.Array, aux: PyTree, axes: Axes) -> None:
             "expected the mean over this device's own examples. Fix: return the local mean; the "
             "mean over devices is taken here."
         )
-    leaves = jax.tree.leaves(aux)
-    check_aux(call, aux, [bool(set(axes.every) & varying(x)) for x in leaves])
-
-
-def check_aux(call: str, aux: PyTree, differs: Sequence[bool]) -> None:
-    """Refuses leaves of aux that differ between devices and of which no mean is taken: integers, bools and keys."""
-    for (path, x), mark in zip(jax.tree_util.tree_leaves_with_path(aux), differs, strict=True):
-        dtype = jnp.result_type(x)
-        if mark and not is_mean(dtype):
-            raise ValueError(
-                f"{call}: aux leaf {path_text(path)!r} of dtype {dtype} depends on the device, and no mean of it "
-                "is taken. Expected a floating leaf (averaged), or one that is equal on all devices. Fix: "
-                "jax.lax.psum(..., axis names) for a count, or .astype(float) for a mean."
-            )
 
 
 def check_effects(jaxpr: AnyJaxpr, call: str) -> None:

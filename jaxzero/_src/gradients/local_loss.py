@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from .._positions import replace_at
@@ -16,8 +17,10 @@ from ..sharding.flax_boxes import opened
 from ..sharding.layout import Layout
 from ..sharding.leaves import Leaf
 from ..sharding.options import reduce_options
+from ..sharding.vma import abstract_varying, varying
 from . import checks
 from .accumulate import Terms, add_up
+from .aux import NO_AUX, AuxSpec, aux_spec, over_devices
 from .call import CallSpec
 from .checks import GradOptions
 
@@ -26,7 +29,7 @@ Array = jax.Array
 CALL = "value_and_grad"
 
 
-def _no_check(value: Array, aux: PyTree) -> None:
+def _no_check(value: Array) -> None:
     """No types to check."""
 
 
@@ -55,13 +58,12 @@ class LocalLoss:
         whole = self.spec.options.stage == 1 and not self.spec.manual
         return [None if whole else leaf.layout for leaf in self.trainable]
 
-    @property
-    def out_specs(self) -> Terms:
+    def out_specs(self, aux: AuxSpec) -> Terms:
         """Where the results are, in the global view."""
         pairs = zip(self.trainable, self.layouts, strict=True)
         grads: Any = [leaf.spec(self.spec.axes.shard if layout else None) for leaf, layout in pairs]
         replicated: Any = P()
-        return Terms(replicated, None, replicated, grads)
+        return Terms(replicated, None, aux.specs(self.spec.batch_axes), grads)
 
     @property
     def reducer(self) -> GradReducer:
@@ -74,14 +76,14 @@ class LocalLoss:
         return checks.split_result(CALL, out, self.how)
 
     def differentiate(
-        self, params: Sequence[Array], arrays: Sequence[Array], check: Callable[[Array, PyTree], None] = _no_check
+        self, params: Sequence[Array], arrays: Sequence[Array], check: Callable[[Array], None] = _no_check
     ) -> Terms:
         """Loss, weight, aux and gradients of one device's examples of one microbatch.
 
         Args:
           params: Whole parameters.
           arrays: The arrays of the batch.
-          check: Refuses a loss or aux by their types.
+          check: Refuses a loss by its type.
 
         Returns:
           The results; gradients have the parameters' shapes, and are those of this device alone.
@@ -93,23 +95,45 @@ class LocalLoss:
             return value, (weight, aux)
 
         (value, (weight, aux)), grads = jax.value_and_grad(of, has_aux=True)([params[i] for i in trainable])
-        check(value, aux)
+        check(value)
         return Terms(value, weight, aux, grads)
 
-    def check_types(self, value: Array, aux: PyTree) -> None:
-        """Inside a user's `shard_map`: refuses a loss that is reduced already, and aux of which no mean is taken."""
-        checks.check_types(CALL, value, aux, self.spec.axes)
+    def check_types(self, value: Array) -> None:
+        """Inside a user's `shard_map`: refuses a loss that is reduced already."""
+        checks.check_types(CALL, value, self.spec.axes)
 
-    def check_aux(self, arrays: Sequence[Array]) -> None:
-        """Refuses leaves of aux that differ between devices and of which no mean is taken."""
+    def aux(self, arrays: Sequence[Array]) -> AuxSpec:
+        """How each leaf of aux is joined; refuses such as cannot be told."""
         if not self.how.has_aux:
-            return
+            return NO_AUX
+        local, kinds = self.spec.abstract_batch(arrays), self.spec.arguments.arrays
+        differs = [d or bool(varying(x)) for d, x in zip(self.spec.differs, arrays, strict=True)]
+        program = self._trace_aux(local)
+        marks = [False] * len(self.spec.leaves.leaves) + differs
+        depends = dependence.depends(program.jaxpr, marks, self.spec.axes.every)
+
+        def grown() -> PyTree | None:
+            twice = lambda x: jax.ShapeDtypeStruct((2 * x.shape[0], *x.shape[1:]), x.dtype)
+            try:
+                return self._trace_aux([twice(x) if a.cut else x for x, a in zip(local, kinds, strict=True)]).out
+            except (TypeError, ValueError):  # the loss is written for one number of examples
+                return None
+
+        lengths = {x.shape[0] for x, a in zip(local, kinds, strict=True) if a.cut}
+        return aux_spec(CALL, self.how.aux, program.out, depends, lengths, grown)
+
+    def _trace_aux(self, local: Sequence[jax.ShapeDtypeStruct]) -> trace.Program:
+        """The program of aux from parameters and one device's examples of one microbatch."""
         spec = self.spec
-        known, local = spec.abstract_params, spec.abstract_batch(arrays)
-        aux_of = lambda params, arrays: self.call(params, arrays)[2]
-        traced = trace.trace(aux_of, known, local, axis_env=spec.axis_env, mesh=spec.trace_mesh)
-        marks = [False] * len(spec.leaves.leaves) + spec.differs
-        checks.check_aux(CALL, traced.out, dependence.depends(traced.jaxpr, marks, spec.axes.every))
+        aux_of = lambda params, arrays: jax.tree.map(jnp.asarray, self.call(params, arrays)[2])
+        try:
+            return trace.trace(aux_of, spec.abstract_params, local, axis_env=spec.axis_env, mesh=spec.trace_mesh)
+        except (TypeError, ValueError):
+            if not spec.manual:
+                raise
+        # What the loss closes over varies: so must its arguments.
+        known, local = (abstract_varying(x, spec.axes.every) for x in (spec.abstract_params, local))
+        return trace.trace(aux_of, known, local, axis_env=spec.axis_env, mesh=spec.trace_mesh)
 
     @property
     def reduces_each(self) -> bool:
@@ -124,33 +148,36 @@ class LocalLoss:
         shares = reduce([grads[i] for i in cut], [layout for layout in layouts if layout is not None])
         return replace_at(grads, cut, shares)
 
-    def mean(self, step: Callable[[list[Array]], Terms], arrays: Sequence[Array], vary: Vary) -> Terms:
+    def mean(self, step: Callable[[list[Array]], Terms], arrays: Sequence[Array], vary: Vary, aux: AuxSpec) -> Terms:
         """Everything that leaves a loss: the sum over microbatches, and the mean over devices, once.
 
         Args:
           step: The results of one microbatch.
           arrays: This device's arrays of the batch.
           vary: As for `evaluate`.
+          aux: How the leaves of aux are joined.
 
         Returns:
-          The means; gradients as `layouts` says.
+          The means; gradients as `layouts` says, aux as the list of its leaves.
         """
         how, reducer = self.how, self.reducer
         kinds = self.spec.arguments.arrays
-        sums, one = add_up(step, kinds, arrays, how.accumulate, how.accumulate_dtype, vary)
+        sums, one = add_up(step, kinds, arrays, how.accumulate, how.accumulate_dtype, vary, aux.joins)
         weight = None if sums.weight is None else reducer.total(sums.weight)
         grads = sums.grads if self.reduces_each else self.reduce_first(sums.grads)
-        aux, structure = jax.tree.flatten(sums.aux)
-        dtypes = [x.dtype for x in jax.tree.leaves(one.aux)]
-        means = [i for i, dtype in enumerate(dtypes) if checks.is_mean(dtype)]
+        dtypes = [jnp.result_type(x) for x in jax.tree.leaves(one.aux)]
+        means = [i for i, join in enumerate(aux.joins) if join == "mean"]
         rows = zip(grads, self.trainable, self.layouts, strict=True)
         value, *done = reducer.finish(
             [
                 Summand(sums.value, one.value.dtype, weight=weight),
                 *(Summand(x, leaf.dtype, layout, weight, leaf.other_axes) for x, leaf, layout in rows),
-                *(Summand(aux[i], dtypes[i]) for i in means),
+                *(Summand(sums.aux[i], dtypes[i]) for i in means),
             ],
             vary,
         )
-        aux = replace_at(aux, means, done[len(grads) :])
-        return Terms(value, None, jax.tree.unflatten(structure, aux), done[: len(grads)])
+        leaves = replace_at(sums.aux, means, done[len(grads) :])
+        others = [i for i, join in enumerate(aux.joins) if join not in ("mean", "concat")]
+        axes = self.spec.axes
+        joined = [over_devices(aux.joins[i], jnp.asarray(leaves[i]), dtypes[i], axes) for i in others]
+        return Terms(value, None, replace_at(leaves, others, joined), done[: len(grads)])

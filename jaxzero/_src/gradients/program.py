@@ -19,6 +19,7 @@ from ..sharding.layout import Layout
 from ..sharding.options import gather_options
 from ..sharding.vma import abstract_varying
 from .accumulate import Terms
+from .aux import AuxSpec
 from .call import CallSpec
 from .checks import check_effects
 from .local_loss import CALL, LocalLoss
@@ -32,13 +33,16 @@ def ignore(program: Program, schedule: Schedule) -> None:
     """A `Watch` that reads nothing."""
 
 
-def sharded_gradient(loss: LocalLoss, params: Sequence[Array], arrays: Sequence[Array], watch: Watch = ignore) -> Terms:
+def sharded_gradient(
+    loss: LocalLoss, params: Sequence[Array], arrays: Sequence[Array], aux: AuxSpec, watch: Watch = ignore
+) -> Terms:
     """The mean loss, aux and gradients of parameters that are split (stage 3).
 
     Args:
       loss: The loss.
       params: Shares of the parameters, inside a user's `shard_map`; else the stored arrays.
       arrays: The arrays of the batch.
+      aux: How the leaves of aux are joined.
       watch: Called with the traced program and its schedule.
 
     Returns:
@@ -50,7 +54,6 @@ def sharded_gradient(loss: LocalLoss, params: Sequence[Array], arrays: Sequence[
     check_used(spec, program, flat)
     grads, options = grad_layouts(loss, program), gather_options(spec.options, spec.axes)
     schedule = schedule_gathers(flat, share_layouts(spec, program, flat), grads, options, loss_output=0)
-    loss.check_aux(arrays)
     watch(program, schedule)
 
     def on_device(shares: Sequence[Array], arrays: Sequence[Array], consts: Sequence[Array], vary: Vary) -> Terms:
@@ -59,9 +62,9 @@ def sharded_gradient(loss: LocalLoss, params: Sequence[Array], arrays: Sequence[
             outs, grad_shares = evaluate(schedule, [*consts, *here, *arrays], reducer, vary)
             return as_terms(program, outs, zeros_like_missing(schedule, grad_shares, reducer, vary))
 
-        return loss.mean(microbatch, arrays, vary)
+        return loss.mean(microbatch, arrays, vary, aux)
 
-    return spec.on_devices(on_device, params, arrays, program.consts, loss.out_specs)
+    return spec.on_devices(on_device, params, arrays, program.consts, loss.out_specs(aux))
 
 
 def trace_gradient(loss: LocalLoss, arrays: Sequence[Array]) -> Program:

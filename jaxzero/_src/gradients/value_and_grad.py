@@ -14,6 +14,7 @@ from ..sharding.leaves import is_key, wrap_padded
 from ..sharding.options import Options
 from . import scaled_loss
 from .accumulate import Terms
+from .aux import AuxSpec
 from .call import CallSpec, cached_by_callable, compiled_per_call
 from .checks import GradOptions
 from .local_loss import CALL, LocalLoss
@@ -45,15 +46,19 @@ def mean_gradient(
 ) -> tuple[PyTree, PyTree]:
     """Loss (and aux) and gradients of one call, as users get them; `watch` as for `sharded_gradient`."""
     loss = LocalLoss(loss_fn, how, spec)
-    terms = sharded_gradient(loss, params, arrays, watch) if spec.split else whole_gradient(loss, params, arrays)
-    return (terms.value, terms.aux) if how.has_aux else terms.value, _as_tree(loss, terms.grads)
+    aux = loss.aux(arrays)
+    if spec.split:
+        terms = sharded_gradient(loss, params, arrays, aux, watch)
+    else:
+        terms = whole_gradient(loss, params, arrays, aux)
+    return (terms.value, jax.tree.unflatten(aux.tree, terms.aux)) if how.has_aux else terms.value, _as_tree(
+        loss, terms.grads
+    )
 
 
-def whole_gradient(loss: LocalLoss, params: Sequence[Array], arrays: Sequence[Array]) -> Terms:
+def whole_gradient(loss: LocalLoss, params: Sequence[Array], arrays: Sequence[Array], aux: AuxSpec) -> Terms:
     """The mean loss, aux and gradients of whole parameters (stages 1 and 2)."""
     spec = loss.spec
-    if not spec.manual:
-        loss.check_aux(arrays)
     check = {"check": loss.check_types} if spec.manual else {}
 
     def on_device(params: Sequence[Array], arrays: Sequence[Array], consts: Sequence[Array], vary: Vary) -> Terms:
@@ -63,9 +68,9 @@ def whole_gradient(loss: LocalLoss, params: Sequence[Array], arrays: Sequence[Ar
             terms = loss.differentiate(params, arrays, **check)
             return terms._replace(grads=loss.reduce_first(terms.grads)) if loss.reduces_each else terms
 
-        return loss.mean(microbatch, arrays, vary)
+        return loss.mean(microbatch, arrays, vary, aux)
 
-    return spec.on_devices(on_device, params, arrays, [], loss.out_specs)
+    return spec.on_devices(on_device, params, arrays, [], loss.out_specs(aux))
 
 
 def _as_tree(loss: LocalLoss, grads: Sequence[Array]) -> PyTree:
