@@ -25,8 +25,8 @@ from .optimizer import checks
 from .optimizer.gather_state import gather_state
 from .optimizer.measure import measure
 from .optimizer.wrapper import ShardedOptimizer, wrap
-from .sharding.options import Options, require_observed
-from .sharding.scalars import python_scalar
+from .sharding.options import Options, plain_options, require_observed
+from .sharding.scalars import positions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -347,12 +347,11 @@ class Zero(Options):
           >>> float(value), float(grad)
           (9.0, 6.0)
         """
-        how = GradOptions(
-            bool(has_aux), accumulate, accumulate_dtype, sync, bool(weighted), hashable("value_and_grad", aux)
-        )
+        joins = hashable("value_and_grad", aux)
+        how = GradOptions(bool(has_aux), accumulate, accumulate_dtype, sync, bool(weighted), joins)
         how.check("value_and_grad", self.stage)
         require_observed(self, "value_and_grad")
-        return value_and_grad(_options(self), loss_fn, how, _positions(whole_argnums), bool(fold_keys))
+        return value_and_grad(plain_options(self), loss_fn, how, positions(whole_argnums), bool(fold_keys))
 
     def forward(
         self,
@@ -388,7 +387,7 @@ class Zero(Options):
           >>> logits.shape, float(logits.sum())
           ((16, 3), 240.0)
         """
-        return forward(_options(self), fn, _positions(whole_argnums), bool(fold_keys))
+        return forward(plain_options(self), fn, positions(whole_argnums), bool(fold_keys))
 
     def apply(self, tx: Any, grads: PyTree, opt_state: PyTree, params: PyTree, **extra: Any) -> tuple[PyTree, PyTree]:
         """One optimizer step: update, add and cast on the share, then gather the new parameters once.
@@ -451,7 +450,7 @@ class Zero(Options):
           >>> zero.shard(jnp.ones((3, 16, 16))).addressable_shards[0].data.shape
           (3, 2, 16)
         """
-        observed, stacked = observe(self, loss_fn, params, batch, _positions(whole_argnums))
+        observed, stacked = observe(self, loss_fn, params, batch, positions(whole_argnums))
         return dataclasses.replace(self, stacked=stacked, observed=observed)
 
     # --- reports: nothing is computed or sent ---
@@ -517,7 +516,7 @@ class Zero(Options):
           >>> [row.total for row in plan.at_rest]
           [8388612, 4718596, 2883588, 1048580]
         """
-        return make_plan(_options(self), params, inner, accumulate, sync)
+        return make_plan(plain_options(self), params, inner, accumulate, sync)
 
     def memory(self, compiled: jax.stages.Compiled) -> Memory:
         """The memory that a compiled program needs on each device, as XLA reports it; sends nothing.
@@ -596,23 +595,4 @@ class Zero(Options):
           parameters and state at rest         20.48 kB  20.48 kB  ok
           memory of donated arguments, reused  20.48 kB  20.48 kB  ok
         """
-        return verify(_options(self), compiled, params, inner, accumulate, sync, donated)
-
-
-def _options(zero: Options) -> Options:
-    """The options alone: equal ones share compiled programs."""
-    return Options(**{f.name: getattr(zero, f.name) for f in dataclasses.fields(Options)})
-
-
-def _positions(whole_argnums: int | Sequence[int]) -> tuple[int, ...]:
-    given = python_scalar(whole_argnums)
-    try:
-        found = tuple(map(python_scalar, (given,) if isinstance(given, int) else given))
-    except TypeError:
-        found = (None,)
-    if not all(isinstance(i, int) for i in found):
-        raise ValueError(
-            f"Zero: whole_argnums={whole_argnums!r}. Expected positions of the loss's arguments, an int or a tuple of "
-            "ints. Fix: for example whole_argnums=2, or whole_argnums=() for none."
-        )
-    return found
+        return verify(plain_options(self), compiled, params, inner, accumulate, sync, donated)

@@ -92,9 +92,9 @@ def aux_spec(
     said = _said(call, how, one, pairs)
     shapes: list[Any] = [None] * len(pairs)
     if any(join is None and x.shape for join, (_, x) in zip(said, pairs, strict=True)):
-        other = grown()
-        if other is not None and jax.tree.structure(other) == tree:
-            shapes = [x.shape for x in jax.tree.leaves(other)]
+        twice = jax.tree_util.tree_leaves_with_path(grown())
+        if [path for path, _ in twice] == [path for path, _ in pairs]:
+            shapes = [x.shape for _, x in twice]
     for join, (path, x), shape in zip(said, pairs, shapes, strict=True):
         if join is None and shape is None and x.shape and x.shape[0] in lengths:
             raise ValueError(

@@ -304,3 +304,8 @@ def require_observed(options: Options, call: str) -> None:
             f"{call}: unused={options.unused!r}, but which parameters are unused is not known. Found no "
             "observed loss; expected one. Fix: zero = zero.observe(loss_fn, params, *batch) first."
         )
+
+
+def plain_options(options: Options) -> Options:
+    """The options alone, of an object that is more: equal ones share compiled programs."""
+    return Options(**{f.name: getattr(options, f.name) for f in dataclasses.fields(Options)})

@@ -1,5 +1,6 @@
 """Options that are numbers: what NumPy and JAX hold as scalars is read as Python's own."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -23,3 +24,18 @@ def python_scalar(value: Any) -> Any:
 def is_int(value: Any, least: int) -> bool:
     """Whether it is an `int` of at least `least`; a `bool` is none."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def positions(whole_argnums: int | Sequence[int]) -> tuple[int, ...]:
+    """The option `whole_argnums` as a tuple of ints; refuses anything else."""
+    given = python_scalar(whole_argnums)
+    try:
+        found = tuple(map(python_scalar, (given,) if isinstance(given, int) else given))
+    except TypeError:
+        found = (None,)
+    if not all(isinstance(i, int) for i in found):
+        raise ValueError(
+            f"Zero: whole_argnums={whole_argnums!r}. Expected positions of the loss's arguments, an int or a tuple of "
+            "ints. Fix: for example whole_argnums=2, or whole_argnums=() for none."
+        )
+    return found
