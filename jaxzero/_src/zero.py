@@ -42,25 +42,20 @@ class Zero(Options):
     * stage 3: two all-gathers, forward and backward, and a reduce-scatter, each `M(N-1)/N`;
     * with `replica_axis` (MiCS): the same inside a group, and one all-reduce of the share, `2(M/N)(R-1)/R`.
 
-    Optimizer state takes `1/N` per device, at stage 2 gradients too, at stage 3 parameters too.
-
     Args:
-      mesh: A `jax.sharding.Mesh`, all Auto or all Explicit, with any further axes. May be left out where every
-        call stands inside a `shard_map`.
+      mesh: A `jax.sharding.Mesh`, all Auto or all Explicit; may be left out where every call is inside a `shard_map`.
       stage: 1 (optimizer state split), 2 (gradients too) or 3 (parameters too, gathered on use).
       shard_axis: Mesh axis, or tuple of axes (outer first), over which state is split.
       replica_axis: Mesh axis or axes over which the split state is repeated, or `None`.
-      hierarchical: For a tuple of shard axes such as `("node", "local")`: gathers go across nodes first, then
-        inside the node, reduce-scatters the other way round. Groups of `p` devices on nodes of `k` then bring
-        `M(p-k)/p` bytes into a node, not `M(p-1)/p`, for one more copy of each leaf. `None`: for every tuple;
-        `False`: one flat collective over all of them.
+      hierarchical: For a tuple of shard axes such as `("node", "local")`: gathers go across nodes, then inside the
+        node, reduce-scatters the other way round. `p` devices on nodes of `k` then bring `M(p-k)/p` bytes into a node,
+        not `M(p-1)/p`, for one more copy of each leaf. `None`: for every tuple; `False`: one flat collective.
       bucket_bytes: Leaves smaller than this travel together, in collectives of about this many bytes;
         `None`: every leaf alone. Numbers and storage do not depend on it.
       deal: Whether work on whole matrices (Muon, Shampoo) is dealt out, each matrix to one device; `explain` shows it.
       reduce_dtype: Dtype in which gradients are summed; `None`: float32, or a leaf's own if wider.
-      predivide: What gradients are divided by before they are summed; the rest of the division follows. `None`: the
-        whole number of summands where `reduce_dtype` has 16 bits, so that sums cannot overflow, and 1 elsewhere.
-        Small float16 gradients vanish when divided by it; about its square root is the usual middle way.
+      predivide: What gradients are divided by before they are summed; the rest follows. `None`: the number of summands
+        where `reduce_dtype` has 16 bits, so that sums cannot overflow (its square root keeps small ones), 1 elsewhere.
       stacked: A predicate on key paths: leaves whose leading axis counts layers, split inside each.
         `observe` finds them.
       param_specs: How other mesh axes shard the parameters already (tensor parallelism): a tree of
@@ -69,8 +64,7 @@ class Zero(Options):
         abstract leaf). A leaf is cut along its first dimension that none of these axes shards, padded to a multiple
         of `N`; a leaf without such a dimension is not cut. The axes stay with the compiler, in losses too.
       prefetch: Stage 3: how many large gathers may run ahead of the computation; 0 takes least memory.
-      persist_bytes: Stage 3: parameters up to this size, in bytes, stay whole from their first use to the end
-        of the backward pass.
+      persist_bytes: Stage 3: parameters of up to so many bytes stay whole until the end of the backward pass.
       chunk_bytes: Stage 3: smaller parameters, in order of first use, travel together in gathers and
         reduce-scatters of about this many bytes; `None`: every one alone.
       regather: Stage 3 with `shard_axis=("node", "local")`: ``"local"`` keeps the `1/k` of each large parameter that
@@ -244,12 +238,11 @@ class Zero(Options):
             `zero.gather(state, like=params)`.
 
         Returns:
-          What `f` returns, equal on all devices. Inside a user's `shard_map` too, where a plain leaf that varies over
-          the shard axis is this device's rows. Called eagerly it is compiled at each call; put it in the step.
+          What `f` returns, equal on all devices; called eagerly it is compiled at each call. Inside a user's
+          `shard_map` too, where a plain leaf that varies over the shard axis is this device's rows.
 
         Raises:
-          ValueError: For optimizer state, where its type or placement shows it; inside `shard_map` for a gradient that
-            is not reduced.
+          ValueError: For optimizer state, where it shows; inside `shard_map` for a gradient that is not reduced.
 
         Examples:
           >>> import jax, jax.numpy as jnp, jaxzero
@@ -258,8 +251,6 @@ class Zero(Options):
           >>> means = zero.measure(lambda p: jax.tree.map(jnp.mean, p), params)
           >>> float(means["w"]), float(means["b"])
           (1.0, 1.0)
-          >>> int(zero.measure(lambda p: sum(x.size for x in jax.tree.leaves(p)), params))
-          18
         """
         return measure(self, f, trees)
 
