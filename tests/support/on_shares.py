@@ -14,7 +14,7 @@ from jaxzero._src.sharding import vma
 from jaxzero._src.sharding.axes import Axes
 
 
-def evaluate(f, arrays, layouts, world):
+def evaluate(f, arrays, layouts, world, deal=False):
     """`f` on shares over `world` devices, NaN in the padding of what goes in: (results, record)."""
     axes = Axes(("data",), (), (world,))
     devices = Mesh(np.array(jax.devices()[:world]), ("data",))
@@ -22,7 +22,7 @@ def evaluate(f, arrays, layouts, world):
     record = Record()
 
     def body(arrays):
-        ctx = Context(axes, 4096, record)
+        ctx = Context(axes, 4096, record, deal=deal)
         values = []
         for x, layout in zip(arrays, layouts, strict=True):
             if layout is not None:
