@@ -9,11 +9,12 @@ import jax.numpy as jnp
 import optax
 
 from ._types import PyTree
+from .analysis.compiler_options import compiler_options
 from .analysis.explain import Report, explain
 from .analysis.memory import Memory, memory
 from .analysis.plan import Plan
 from .analysis.planner import make_plan
-from .analysis.verify import Verification, verify
+from .analysis.verify import Verification, verify, verify_hidden
 from .comm.placement import gather, outside, shard, specs
 from .fsdp.init import init_sharded
 from .fsdp.observe import observe
@@ -532,6 +533,24 @@ class Zero(Options):
         """
         return memory(compiled)
 
+    def compiler_options(self) -> dict[str, Any]:
+        """Options of XLA that let collectives run behind matrix products, for the platform of the mesh.
+
+        For GPUs: buckets stay apart, and several collectives may be on the wire at a time. The names are those of jax
+        0.10.2; an XLA that does not know one refuses it by name. For CPUs, TPUs and abstract meshes there are none.
+
+        Returns:
+          What `jax.jit(step, compiler_options=...)` and `.lower(...).compile(compiler_options=...)` take.
+
+        Examples:
+          >>> import jax, jaxzero
+          >>> zero = jaxzero.Zero(jax.make_mesh((8,), ("data",)))
+          >>> step = jax.jit(lambda x: x, compiler_options=zero.compiler_options())
+          >>> zero.compiler_options()  # on CPUs
+          {}
+        """
+        return compiler_options(plain_options(self))
+
     def verify(
         self,
         compiled: jax.stages.Compiled | str,
@@ -541,6 +560,7 @@ class Zero(Options):
         accumulate: int = 1,
         sync: str = "each",
         donated: bool = True,
+        hidden: float | None = None,
     ) -> Verification:
         """Proves that a compiled training step does what its plan promises, or raises; sends nothing.
 
@@ -560,6 +580,8 @@ class Zero(Options):
           accumulate: As for `value_and_grad`.
           sync: As for `value_and_grad`.
           donated: Whether parameters and state are donated.
+          hidden: The least share of the bytes sent that must have a matrix product between start and end, for example
+            0.9; `None` demands none. Programs for GPUs and TPUs show it, those for CPUs hide nothing.
 
         Returns:
           A `Verification`: what was promised and found (`print` it), and all collectives.
@@ -586,4 +608,5 @@ class Zero(Options):
           parameters and state at rest         20.48 kB  20.48 kB  ok
           memory of donated arguments, reused  20.48 kB  20.48 kB  ok
         """
-        return verify(plain_options(self), compiled, params, inner, accumulate, sync, donated)
+        done = verify(plain_options(self), compiled, params, inner, accumulate, sync, donated)
+        return done if hidden is None else verify_hidden(done, plain_options(self), hidden)

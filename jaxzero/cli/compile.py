@@ -62,7 +62,7 @@ class Compile(Settings):
             lowered = self._step(self.observed(zero, problem), problem, inner)
         started = time.perf_counter()
         with output.working(f"compiling for {self.topology or f'{mesh.size} virtual CPU devices'}"):
-            compiled = lowered.compile()
+            compiled = lowered.compile(compiler_options=zero.compiler_options() or None)
         seconds = time.perf_counter() - started
         self._report(mesh, zero.memory(compiled), collectives(compiled, mesh), seconds, problem.note)
         return 0

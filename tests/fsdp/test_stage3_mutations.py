@@ -15,8 +15,10 @@ from mutating import clear, mutated, no_reduction, rotated, scaled
 
 from jaxzero._src.comm.reduce import GradReducer
 from jaxzero._src.fsdp import schedule
-from jaxzero._src.fsdp.evaluate import _Evaluation, _Gathers, _Gradients
+from jaxzero._src.fsdp.evaluate import _Evaluation
+from jaxzero._src.fsdp.gathering import Gathering
 from jaxzero._src.fsdp.gathers import Gather, GatheredParam
+from jaxzero._src.fsdp.reductions import Reductions
 from jaxzero._src.fsdp.views import View
 
 pytestmark = pytest.mark.grid(5)
@@ -222,7 +224,7 @@ def other_param(f):
 def test_gather_of_another_parameter_shows(monkeypatch, options, compare):
     """`first` and `second` have one shape."""
     compare("8", options)
-    with patched(monkeypatch, _Gathers, "operands", other_param), pytest.raises(AssertionError):
+    with patched(monkeypatch, Gathering, "operands", other_param), pytest.raises(AssertionError):
         compare("8", options)
 
 
@@ -250,8 +252,8 @@ def dropped_term(which):
     """One term of the gradient of a leaf with several uses is forgotten."""
 
     def change(f):
-        def wrong(flat, layouts):
-            found = f(flat, layouts)
+        def wrong(flat, layouts, **how):
+            found = f(flat, layouts, **how)
             several = [(v, p) for v, ps in found.terms.items() for p in ps if found.count[p] > 1]
             if several:
                 v, position = several[which]
@@ -283,7 +285,7 @@ def last_term(f):
 
 def test_terms_that_are_not_added_show(monkeypatch):
     compare_gradients("8", "alone")
-    with patched(monkeypatch, _Gradients, "add_share", last_term), pytest.raises(AssertionError):
+    with patched(monkeypatch, Reductions, "add_share", last_term), pytest.raises(AssertionError):
         compare_gradients("8", "alone")
 
 

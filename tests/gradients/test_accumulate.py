@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxzero
 from jaxzero._src.comm.reduce import GradReducer
+from jaxzero._src.fsdp.reductions import Reductions
 from jaxzero._src.gradients.value_and_grad import value_and_grad
 
 pytestmark = pytest.mark.grid(9)
@@ -433,8 +434,8 @@ def compare_with_the_mean(steps):
 def second_hop_in_the_loop(first, second):
     """Every micro-step crosses the replicas, and the sum does so again."""
 
-    def hop(self, local, layouts):
-        return [lax.psum(x, self.axes.replica) for x in first(self, local, layouts)]
+    def hop(self, position, x):
+        first(self, position, lax.psum(x, self.reducer.axes.replica))
 
     return hop, second
 
@@ -460,8 +461,8 @@ def divided_by_one_micro_step(first, second):
 )
 def test_mutations_of_the_two_hops_show(monkeypatch, mutation):
     compare_with_the_mean(2)
-    first, second = mutation(GradReducer.reduce_scatter, GradReducer.all_reduce_replicas)
-    monkeypatch.setattr(GradReducer, "reduce_scatter", first)
+    first, second = mutation(Reductions.add_share, GradReducer.all_reduce_replicas)
+    monkeypatch.setattr(Reductions, "add_share", first)
     monkeypatch.setattr(GradReducer, "all_reduce_replicas", second)
     value_and_grad.cache_clear()  # else the compiled program from before
     with pytest.raises(AssertionError):

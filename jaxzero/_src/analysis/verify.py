@@ -98,6 +98,12 @@ def verify(
         *_at_rest(options, plan, owned, inner is not None, axes),
         *(_reused(program, owned) if donated else ()),
     ]
+    _refuse_problems(checks)
+    return Verification(tuple(checks), found, not_split(options.mesh.shape, axes.shard))
+
+
+def _refuse_problems(checks: Sequence[Check]) -> None:
+    """Raises, with a table, if a promise is not kept."""
     wrong = [c for c in checks if c.problem]
     if wrong:
         missing_first = sorted(wrong, key=lambda c: c.problem != "missing")
@@ -106,7 +112,25 @@ def verify(
             f"{CALL}: the compiled program is not what was promised: "
             f"{'; '.join(f'{c.what}: {c.problem}' for c in wrong)}. {fixes}\n{promised_and_found(checks)}"
         )
-    return Verification(tuple(checks), found, not_split(options.mesh.shape, axes.shard))
+
+
+def verify_hidden(done: Verification, options: Options, hidden: float) -> Verification:
+    """Checks that a share of the bytes sent over the axes of `Zero` has a matrix product between start and end."""
+    if isinstance(hidden, bool) or not isinstance(hidden, (int, float)) or not 0 <= hidden <= 1:
+        raise ValueError(
+            f"{CALL}: hidden={hidden!r}. Expected a share of the bytes sent, from 0 to 1, or None. Fix: hidden=0.9."
+        )
+    axes, _ = resolve_axes(options, CALL)
+    ours = [x for x in done.collectives if set(x.axes or ()) & set(axes.every)]
+    sent, have = sum(x.sent for x in ours), sum(x.sent for x in ours if x.hidden)
+    problem = fix = ""
+    if have < hidden * sent:
+        problem = f"{have / sent:.0%} are"
+        fix = "compile with compiler_options=zero.compiler_options(); observe the loss, for the order of use."
+    check = Check(f"{hidden:.0%} of the bytes sent, behind products", hidden * sent, have, problem, fix)
+    checks = (*done.checks, check)
+    _refuse_problems(checks)
+    return dataclasses.replace(done, checks=checks)
 
 
 # --- traffic -------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from jax import lax
 
 from ..sharding.layout import Layout, OtherAxes
 from ..sharding.regions import within
-from .hierarchical import Hops, gather, inter_node, intra_node, scatter
+from .hierarchical import Hops, gather, inter_node, intra_node, scatter, scatter_inter_node, scatter_intra_node
 
 Array = jax.Array
 
@@ -129,6 +129,10 @@ def leaf_scope(name: str) -> str:
     return f"leaf({name})"
 
 
+def _named(layout: Layout) -> contextlib.AbstractContextManager[None]:
+    return jax.named_scope(leaf_scope(layout.name)) if layout.name else contextlib.nullcontext()
+
+
 def bucketed(values: Sequence[Any], layouts: Sequence[Layout], limit: int | None) -> list[list[int]]:
     """The `buckets` of arrays (abstract ones will do) with these layouts; one that other axes shard goes alone."""
     nbytes = [layout.size * x.dtype.itemsize for x, layout in zip(values, layouts, strict=True)]
@@ -150,7 +154,7 @@ def _joined(
     for members in bucketed(values, layouts, limit):
         if len(members) == 1:
             (i,) = members
-            with jax.named_scope(leaf_scope(layouts[i].name)) if layouts[i].name else contextlib.nullcontext():
+            with _named(layouts[i]):
                 out[i] = within(layouts[i].other_axes, functools.partial(alone, layout=layouts[i]), values[i])
             continue
         parts = [block(values[i], layouts[i]) for i in members]
@@ -253,6 +257,35 @@ def gather_intra_node(node_shards: Sequence[Array], layouts: Sequence[Layout], h
         together=lambda x: intra_node(x, hops, 0),
         unblock=unblocks,
     )
+
+
+def hops_apart(layout: Layout, hops: Hops) -> bool:
+    """Whether the hops of one leaf can be sent one at a time, by the four functions below."""
+    return len(hops) > 1 and not any(layout.other_axes)
+
+
+def gather_outer_hops(share: Array, layout: Layout, hops: Hops) -> Array:
+    """All hops of `all_gather` but the last, of one leaf: `1/k` of the whole, for nodes of `k` devices."""
+    with _named(layout):
+        return inter_node(share, hops, layout.lead)
+
+
+def gather_last_hop(x: Array, layout: Layout, hops: Hops) -> Array:
+    """The whole logical array from a result of `gather_outer_hops`."""
+    with _named(layout):
+        return logical(intra_node(x, hops, layout.lead), layout)
+
+
+def scatter_first_hop(x: Array, layout: Layout, hops: Hops) -> Array:
+    """The first hop of `reduce_scatter`, of one leaf: the sum inside the node, `1/k` of the whole."""
+    with _named(layout):
+        return scatter_intra_node(stored(x, layout), hops, layout.lead)
+
+
+def scatter_outer_hops(x: Array, layout: Layout, hops: Hops) -> Array:
+    """The device's share of the sum, from a result of `scatter_first_hop`."""
+    with _named(layout):
+        return scatter_inter_node(x, hops, layout.lead)
 
 
 def all_reduce(

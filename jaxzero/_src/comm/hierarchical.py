@@ -59,10 +59,19 @@ def scatter(x: Array, hops: Hops, axis: int) -> Array:
 
     So the arrays sent between nodes are summed inside each node already, and `1/k` of the size.
     """
+    return scatter_inter_node(scatter_intra_node(x, hops, axis), hops, axis)
+
+
+def scatter_intra_node(x: Array, hops: Hops, axis: int) -> Array:
+    """The last hop, which comes first: the sum inside the node of what the device's counterparts keep."""
     outer = [lax.axis_size(hop) for hop in hops[:-1]]
     before, after = x.shape[:axis], x.shape[axis + 1 :]
     x = x.reshape(*before, *outer, x.shape[axis] // math.prod(outer), *after)
-    last = len(hops) - 1
-    for i in reversed(range(len(hops))):
-        x = lax.psum_scatter(x, hops[i], scatter_dimension=axis + i, tiled=i == last)
+    return lax.psum_scatter(x, hops[-1], scatter_dimension=axis + len(outer), tiled=True)
+
+
+def scatter_inter_node(x: Array, hops: Hops, axis: int) -> Array:
+    """All hops but the last: from the result of `scatter_intra_node` to the device's share."""
+    for i in reversed(range(len(hops) - 1)):
+        x = lax.psum_scatter(x, hops[i], scatter_dimension=axis + i)
     return x

@@ -34,6 +34,7 @@ class Summand:
       layout: The layout of the share; `None` for a whole array.
       weight: The total weight, which divides in the place of the count.
       other_axes: The other mesh axes that shard each dimension of a whole array.
+      over_replicas: Whether the share is summed over replicas already.
     """
 
     value: Array
@@ -41,6 +42,7 @@ class Summand:
     layout: Layout | None = None
     weight: Array | None = None
     other_axes: OtherAxes = ()
+    over_replicas: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,15 +133,17 @@ class GradReducer:
         Returns:
           The mean of a share is a share, that of a whole array is whole.
         """
-        cut = [i for i, s in enumerate(summands) if s.layout is not None]
+        cut = [i for i, s in enumerate(summands) if s.layout is not None and not s.over_replicas]
+        done = [i for i, s in enumerate(summands) if s.over_replicas]
         whole = [i for i, s in enumerate(summands) if s.layout is None]
-        layouts = [layout for s in summands if (layout := s.layout) is not None]
+        layouts = [layout for i in cut if (layout := summands[i].layout) is not None]
         weight = summands[cut[0]].weight if cut else None
         shares = self.all_reduce_replicas(
             [summands[i].value for i in cut], layouts, [summands[i].dtype for i in cut], weight
         )
+        shares += [self.receive(s.value, s.dtype, s.weight) for s in map(summands.__getitem__, done)]
         means = self.all_reduce([dataclasses.replace(summands[i], value=vary(summands[i].value)) for i in whole])
-        return replace_at([s.value for s in summands], [*cut, *whole], [*shares, *means])
+        return replace_at([s.value for s in summands], [*cut, *done, *whole], [*shares, *means])
 
     def _sum(self, sent: Sequence[Array], axes: tuple[str, ...], other_axes: Sequence[OtherAxes]) -> list[Array]:
         return collectives.all_reduce(sent, axes, bucket_bytes=self.options.bucket_bytes, other_axes=other_axes)

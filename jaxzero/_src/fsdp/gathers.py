@@ -34,6 +34,8 @@ class GatheredParam:
     dtype: jnp.dtype
 
 
+#: Stands for the number of a step before the first.
+START = -1
 #: The number of a step, and a parameter that it computes with.
 Use = tuple[int, GatheredParam]
 
@@ -48,6 +50,12 @@ class Gather:
       large: Whether it counts for `prefetch`.
       in_backward: Whether it belongs to the backward pass.
       wait_for_step: The number of the step whose data it waits for; `None` if it may run at once.
+      outer_hops_at: The number of the step whose data its hops across nodes wait for, if they run before the last hop:
+        a product then stands beside each hop. `None` if all hops run one after the other.
+      behind_scan: The number of the last scan before `step` that it may not cross: it waits for the data with which
+        the scan's last iteration begins.
+      ahead: Whether both numbers are of steps of the iteration before, in the body of a scan.
+      outer_hops_ahead: Whether `outer_hops_at` alone is.
       keep: Whether a later step uses it again after another large gather.
       intra_node: Whether it starts from node shards, so that nothing crosses nodes.
     """
@@ -57,6 +65,10 @@ class Gather:
     large: bool
     in_backward: bool
     wait_for_step: int | None = None
+    outer_hops_at: int | None = None
+    behind_scan: int | None = None
+    ahead: bool = False
+    outer_hops_ahead: bool = False
     keep: bool = False
     intra_node: bool = False
 
@@ -68,6 +80,7 @@ def assign_gathers(
     forward_end: int,
     options: GatherOptions,
     scans: Mapping[int, int],
+    repeats: bool = False,
 ) -> tuple[list[Gather], dict[int, dict[GatheredParam, Gather]]]:
     """Decides which gather serves each use.
 
@@ -78,6 +91,7 @@ def assign_gathers(
       forward_end: The number of the last step of the forward pass.
       options: How far ahead, and in which chunks.
       scans: Numbers of the scans that gather in their bodies -> the number of the step that first reads a result.
+      repeats: Whether the steps are the body of a scan: gathers may run ahead in the iteration before.
 
     Returns:
       The gathers in order, and for each step number and parameter the gather that serves it.
@@ -89,7 +103,8 @@ def assign_gathers(
     for several in _between_scans(uses, scans, forward_end if options.prefetch == 0 else None):
         by_use |= _large_gathers([(i, u) for i, u in several if u not in small], regions, forward_end, by_region)
     gathers = list(dict.fromkeys(by_use[use] for use in uses))
-    _tie(gathers, options.prefetch, scans)
+    large_uses = list(dict.fromkeys(i for i, u in uses if u not in small))
+    _tie(gathers, options, scans, large_uses if repeats else [])
     served: dict[int, dict[GatheredParam, Gather]] = {}
     for i, u in uses:
         served.setdefault(i, {})[u] = by_use[i, u]
@@ -159,8 +174,13 @@ def _large_gathers(
     return by_use
 
 
-def _tie(gathers: Sequence[Gather], prefetch: int, scans: Mapping[int, int]) -> None:
-    """Each gather waits for the data of the use `prefetch` large gathers before it, and for scans before it."""
+def _tie(gathers: Sequence[Gather], options: GatherOptions, scans: Mapping[int, int], iteration: Sequence[int]) -> None:
+    """Each gather waits for the data of the use `prefetch` large gathers before it, and for scans before it.
+
+    `iteration` holds the steps of a scan's body that use large parameters. Gathers before which none stands run in
+    the iteration before: they wait for the data of its last uses.
+    """
+    prefetch = options.prefetch
     large = [g for g in gathers if g.large]
     before = 0
     for gather in gathers:
@@ -168,7 +188,35 @@ def _tie(gathers: Sequence[Gather], prefetch: int, scans: Mapping[int, int]) -> 
             gather.wait_for_step = gather.step
         elif before:
             gather.wait_for_step = large[max(before - prefetch, 0)].step
-        crossed = [read for scan, read in scans.items() if (gather.wait_for_step or 0) <= scan < gather.step]
-        if gather.large and crossed:
-            gather.wait_for_step = min(max(crossed), gather.step)
+        elif iteration:
+            gather.ahead = True
+            gather.wait_for_step = iteration[max(len(iteration) - prefetch, 0)]
+        crossed = {scan: read for scan, read in scans.items() if (gather.wait_for_step or 0) <= scan < gather.step}
+        if gather.large and crossed and not gather.ahead:
+            gather.wait_for_step = min(max(crossed.values()), gather.step)
+            gather.behind_scan = max(crossed) if prefetch else None
+        if gather.large and options.several_hops and prefetch:
+            _tie_outer_hops(gather, [g.step for g in large], before - prefetch, prefetch, iteration)
         before += gather.large
+
+
+def _tie_outer_hops(gather: Gather, steps: Sequence[int], at: int, prefetch: int, iteration: Sequence[int]) -> None:
+    """Hops across nodes wait for the data of one use before that for which the last hop waits.
+
+    Args:
+      gather: The gather, whose last hop is tied already.
+      steps: The first uses of all large gathers.
+      at: The index in `steps` of the step for which the last hop waits; below 0 if there are none so far before.
+      prefetch: As in the options.
+      iteration: As for `_tie`.
+    """
+    if gather.ahead:
+        gather.outer_hops_at = iteration[max(len(iteration) - prefetch - 1, 0)]
+        gather.outer_hops_ahead = True
+    elif at > 0:
+        gather.outer_hops_at = steps[at - 1]
+    elif gather.wait_for_step is not None:
+        gather.outer_hops_ahead = bool(iteration)
+        gather.outer_hops_at = iteration[-1] if iteration else START
+    if gather.outer_hops_at == gather.wait_for_step and gather.outer_hops_ahead == gather.ahead:
+        gather.outer_hops_at, gather.outer_hops_ahead = None, False

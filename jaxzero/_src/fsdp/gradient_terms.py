@@ -44,8 +44,8 @@ class GradientTerms:
     constants: list[tuple[int, Any]]
 
 
-def find_terms(flat: Flat, layouts: Mapping[int, Layout]) -> GradientTerms:
-    """The terms of the results at the positions of `layouts`."""
+def find_terms(flat: Flat, layouts: Mapping[int, Layout], *, sum_first: bool = False) -> GradientTerms:
+    """The terms of the results at the positions of `layouts`; with `sum_first` a sum is one term."""
     made_by = {v: step for step in flat.steps for v in step.outs}
     reads = Counter(x for x in [*(x for step in flat.steps for x in step.ins), *flat.outs] if isinstance(x, Var))
     found = GradientTerms({}, {}, set(), dict.fromkeys(layouts, 0), [])
@@ -60,7 +60,7 @@ def find_terms(flat: Flat, layouts: Mapping[int, Layout]) -> GradientTerms:
             step = made_by.get(x)
             if step is not None and is_zero(step, made_by):
                 continue
-            if step is not None and reads[x] == 1 and _only_adds(step, layout):
+            if step is not None and reads[x] == 1 and _only_adds(step, layout, sum_first):
                 found.skipped.add(step)
                 pending += step.ins
                 continue
@@ -72,9 +72,9 @@ def find_terms(flat: Flat, layouts: Mapping[int, Layout]) -> GradientTerms:
     return found
 
 
-def _only_adds(step: Step, layout: Layout) -> bool:
-    """Whether a step adds arrays of the gradient's own shape, or widens one."""
-    if step.name in _SUMS:
+def _only_adds(step: Step, layout: Layout, sum_first: bool) -> bool:
+    """Whether a step adds arrays of the gradient's own shape, which are not to be added first, or widens one."""
+    if step.name in _SUMS and not sum_first:
         return all(_shape(x) == layout.shape for x in step.ins)
     return step.name == CONVERT and _widens(step)
 

@@ -18,6 +18,7 @@ its body: the shares of all layers are scanned, and the body gathers one layer a
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -28,11 +29,12 @@ from ..jaxpr.flat import Atom, Flat, Step, Var, flatten
 from ..jaxpr.primitives import SCAN
 from ..sharding.layout import Layout
 from ..sharding.options import GatherOptions
-from .gathers import Gather, GatheredParam, assign_gathers
+from .gathers import START, Gather, GatheredParam, assign_gathers
 from .gradient_terms import GradientTerms, find_terms, is_zero
 from .reorder import defer_wgrads, wgrad_steps
 from .views import View, view_through
 
+T = TypeVar("T")
 #: A parameter, and how many leading dimensions of its node shard count layers.
 NodeShard = tuple[GatheredParam, int]
 
@@ -131,6 +133,10 @@ class Schedule(Dataflow):
       gathers: The gathers, in order.
       served_by: Step number -> {parameter: its gather}; the number of steps stands for the results.
       tied: Step number -> the gathers that wait for its data.
+      tied_outer_hops: The same for hops across nodes that run before the last hop.
+      behind_scans: Number of a scan -> the gathers that wait for the data with which its last iteration begins.
+      before_scans: Step number -> scans whose first iteration begins with parameters that are gathered beside the step.
+      before_scans_outer_hops: The same for hops across nodes.
       wgrads: Steps that make a whole gradient which is reduced by itself -> results of the parameter's last use,
         for which they wait.
       groups: Position -> the positions whose gradients are reduced together with it.
@@ -138,18 +144,39 @@ class Schedule(Dataflow):
       deferred_constants: With no prefetch, steps of the backward pass that make large arrays of constants -> the
         end of the forward pass, for which they wait.
       max_in_flight: How many whole gradients may still be in reduction when the next is made.
+      last_wait: Of a scan's body, the number of the last step that waits for reductions: gradients that are made there
+        or later are reduced in the next iteration. `None` elsewhere.
       regather: Whether node shards are kept.
     """
 
     gathers: list[Gather]
     served_by: Mapping[int, Mapping[GatheredParam, Gather]]
     tied: Mapping[int, list[Gather]]
+    tied_outer_hops: Mapping[int, list[Gather]]
+    behind_scans: Mapping[int, list[Gather]]
+    before_scans: Mapping[int, list[Step]]
+    before_scans_outer_hops: Mapping[int, list[Step]]
     wgrads: Mapping[Step, list[Var]]
     groups: Mapping[int, list[int]]
     zeros: frozenset[Var]
     deferred_constants: Mapping[Step, Var]
     max_in_flight: int
+    last_wait: int | None
     regather: bool
+
+    @property
+    def ahead(self) -> list[Gather]:
+        """The gathers of a scan's body that run, or begin, in the iteration before."""
+        return [gather for gather in self.gathers if gather.ahead or gather.outer_hops_ahead]
+
+    @property
+    def single_terms(self) -> frozenset[int]:
+        """The positions of the gradients that are one term, reduced by itself."""
+        several = {p for p, _ in self.terms.constants}
+        for scan in self.scans.values():
+            several |= {p for i, p in scan.stacked_grads.items() if i not in scan.body.single_terms}
+        alone = (p for p, count in self.terms.count.items() if count == 1 and p not in self.groups)
+        return frozenset(alone) - several
 
 
 @dataclasses.dataclass(frozen=True)
@@ -211,7 +238,7 @@ def _schedule(
 ) -> Schedule:
     """The schedule of a program or a scan's body, some inputs of which are `views`; steps are numbered last."""
     end, least = place.forward_end(flat), options.chunk_bytes or 0
-    terms = find_terms(flat, grads)
+    terms = find_terms(flat, grads, sum_first=options.sum_first)
     views, scans = _follow_views(flat, layouts, views, grads, terms, options, end)
     lazy = _lazy_outs(flat, views, grads, place)
     original = Dataflow(flat, layouts, views, grads, terms, scans, lazy)
@@ -220,11 +247,14 @@ def _schedule(
     uses = [(i, flow.gathered_param(v)) for i in range(len(flat.steps) + 1) for v in flow.needs(i)]
     regions = [step.remat for step in flow.flat.steps] + [None]
     sizes = {u: flow.nbytes(u) for _, u in uses}
-    gathers, served_by = assign_gathers(uses, sizes, regions, end, options, _gathering_scans(flow))
-    tied: dict[int, list[Gather]] = {}
+    in_scan = place.stacked is not None
+    gathers, served_by = assign_gathers(uses, sizes, regions, end, options, _gathering_scans(flow), in_scan)
     for gather in gathers:
-        if gather.wait_for_step is not None:
-            tied.setdefault(gather.wait_for_step, []).append(gather)
+        if any(any(layouts[p.source].other_axes) for p in gather.params):
+            gather.outer_hops_at, gather.outer_hops_ahead = None, False
+    tied = _by_step((None if g.behind_scan is not None else g.wait_for_step, g) for g in gathers)
+    before_scans, before_scans_outer_hops = _before_scans(flow, sorted({i for i, u in uses if sizes[u] >= least}))
+    waits = [*tied, *(number for number, step in enumerate(flow.flat.steps) if step in wgrads)]
     constants: dict[Step, Var] = {}
     if options.prefetch == 0 and end >= 0 and isinstance(place.loss, Var) and place.loss not in views:
         constants = dict.fromkeys(_large_constants(flow.flat.steps[end + 1 :], least), place.loss)
@@ -233,13 +263,27 @@ def _schedule(
         gathers=gathers,
         served_by=served_by,
         tied=tied,
+        tied_outer_hops=_by_step((gather.outer_hops_at, gather) for gather in gathers),
+        behind_scans=_by_step((gather.behind_scan, gather) for gather in gathers),
+        before_scans=before_scans,
+        before_scans_outer_hops=before_scans_outer_hops,
         wgrads=wgrads,
         groups=_groups(flow, least),
         zeros=frozenset(v for step in flow.flat.steps if is_zero(step) for v in step.outs),
         deferred_constants=constants,
         max_in_flight=options.prefetch,
+        last_wait=max(waits) if in_scan and grads and options.prefetch and wgrads else None,
         regather=options.regather == "local",
     )
+
+
+def _by_step(pairs: Iterable[tuple[int | None, T]]) -> dict[int, list[T]]:
+    """The gathers, or scans, of each step number."""
+    found: dict[int, list[T]] = {}
+    for number, gather in pairs:
+        if number is not None:
+            found.setdefault(number, []).append(gather)
+    return found
 
 
 # --- views and scans -------------------------------------------------------------------------------
@@ -403,6 +447,24 @@ def _groups(flow: Dataflow, limit: int) -> dict[int, list[int]]:
 # --- node shards -----------------------------------------------------------------------------------
 
 
+def _before_scans(flow: Dataflow, uses: Sequence[int]) -> tuple[dict[int, list[Step]], dict[int, list[Step]]]:
+    """Beside which steps a scan's first gathers run: the last uses of large parameters between it and a scan before.
+
+    Returns:
+      Step number -> scans, and the same for hops across nodes.
+    """
+    last: list[tuple[int | None, Step]] = []
+    outer: list[tuple[int | None, Step]] = []
+    before = START
+    for number in _gathering_scans(flow):
+        step, between = flow.flat.steps[number], [i for i in uses if before < i < number]
+        before = number
+        if flow.scans[step].body.ahead and between:
+            last.append((between[-1], step))
+            outer.append((between[-2] if len(between) > 1 else None, step))
+    return _by_step(last), _by_step(outer)
+
+
 def _mark_node_shards(schedule: Schedule, given: Iterable[NodeShard]) -> list[NodeShard]:
     """Marks the gathers of the backward pass that stay inside the node (`regather="local"`, hpZ of ZeRO++).
 
@@ -427,14 +489,18 @@ def _mark_node_shards(schedule: Schedule, given: Iterable[NodeShard]) -> list[No
             gather.intra_node = gather.in_backward and all((p, 0) in there for p in gather.params)
             decided.add(gather)
 
+    for gather in [*schedule.ahead, *schedule.tied_outer_hops.get(START, [])]:
+        decide(gather)
     for number in range(len(steps) + 1):
         computed = number < len(steps) and not schedule.passive(steps[number])
-        for gather in schedule.tied.get(number, []) if computed else []:
+        for gather in [*schedule.tied_outer_hops.get(number, []), *schedule.tied.get(number, [])] if computed else []:
             decide(gather)
         for gather in schedule.served_by.get(number, {}).values():
             decide(gather)
             if not gather.intra_node:
                 there.update(dict.fromkeys((p, 0) for p in gather.params))
+        for gather in schedule.behind_scans.get(number, []):
+            decide(gather)
         if computed and steps[number] in schedule.scans:
             there.update(dict.fromkeys(_mark_scan(schedule.scans[steps[number]], there)))
     return list(there)

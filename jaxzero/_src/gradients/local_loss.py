@@ -140,6 +140,11 @@ class LocalLoss:
         """Whether gradients leave each microbatch as shares of a sum over the shard axis."""
         return self.spec.options.stage == 3 or (self.spec.options.stage == 2 and self.how.sync == "each")
 
+    @property
+    def reduces_in_backward(self) -> bool:
+        """Whether a gradient is reduced where it is complete: at stage 3, and at stage 2 in the global view."""
+        return self.spec.split or (self.reduces_each and not self.spec.manual)
+
     def reduce_first(self, grads: Sequence[Array]) -> list[Array]:
         """Shares of sums over the shard axis, of the gradients that are cut."""
         reducer, layouts = self.reducer, self.layouts
@@ -148,7 +153,14 @@ class LocalLoss:
         shares = reduce([grads[i] for i in cut], [layout for layout in layouts if layout is not None])
         return replace_at(grads, cut, shares)
 
-    def mean(self, step: Callable[[list[Array]], Terms], arrays: Sequence[Array], vary: Vary, aux: AuxSpec) -> Terms:
+    def mean(
+        self,
+        step: Callable[[list[Array]], Terms],
+        arrays: Sequence[Array],
+        vary: Vary,
+        aux: AuxSpec,
+        over_replicas: frozenset[int] = frozenset(),
+    ) -> Terms:
         """Everything that leaves a loss: the sum over microbatches, and the mean over devices, once.
 
         Args:
@@ -156,6 +168,7 @@ class LocalLoss:
           arrays: This device's arrays of the batch.
           vary: As for `evaluate`.
           aux: How the leaves of aux are joined.
+          over_replicas: The numbers of the gradients that are summed over replicas already.
 
         Returns:
           The means; gradients as `layouts` says, aux as the list of its leaves.
@@ -171,7 +184,10 @@ class LocalLoss:
         value, *done = reducer.finish(
             [
                 Summand(sums.value, one.value.dtype, weight=weight),
-                *(Summand(x, leaf.dtype, layout, weight, leaf.other_axes) for x, leaf, layout in rows),
+                *(
+                    Summand(x, leaf.dtype, layout, weight, leaf.other_axes, i in over_replicas)
+                    for i, (x, leaf, layout) in enumerate(rows)
+                ),
                 *(Summand(sums.aux[i], dtypes[i]) for i in means),
             ],
             vary,

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 
 from .._text import path_text
 from ..comm.reduce import GradReducer
-from ..fsdp.evaluate import evaluate, together
+from ..fsdp.barriers import together
+from ..fsdp.evaluate import evaluate, over_replicas
 from ..fsdp.schedule import Schedule, schedule_gathers
 from ..jaxpr import trace
 from ..jaxpr.flat import Flat, Var, casts_to_varying, flatten
@@ -34,12 +35,20 @@ def ignore(program: Program, schedule: Schedule) -> None:
 
 
 def sharded_gradient(
-    loss: LocalLoss, params: Sequence[Array], arrays: Sequence[Array], aux: AuxSpec, watch: Watch = ignore
+    loss: LocalLoss,
+    program: Program,
+    params: Sequence[Array],
+    arrays: Sequence[Array],
+    aux: AuxSpec,
+    watch: Watch = ignore,
 ) -> Terms:
-    """The mean loss, aux and gradients of parameters that are split (stage 3).
+    """The mean loss, aux and gradients, each of which is reduced where it is complete.
+
+    Parameters are split at stage 3, and gathered where they are used; at stage 2 they are whole.
 
     Args:
       loss: The loss.
+      program: The result of `trace_gradient`.
       params: Shares of the parameters, inside a user's `shard_map`; else the stored arrays.
       arrays: The arrays of the batch.
       aux: How the leaves of aux are joined.
@@ -49,26 +58,27 @@ def sharded_gradient(
       The means; gradients are shares, or stored arrays.
     """
     spec, reducer = loss.spec, loss.reducer
-    program = trace_gradient(loss, arrays)  # at full shapes, with no mesh in sight
     flat = flatten(program.jaxpr)
-    check_used(spec, program, flat)
+    if spec.split:
+        check_used(spec, program, flat)
     grads, options = grad_layouts(loss, program), gather_options(spec.options, spec.axes)
     schedule = schedule_gathers(flat, share_layouts(spec, program, flat), grads, options, loss_output=0)
     watch(program, schedule)
+    done = frozenset(i - first_gradient(loss, program) for i in over_replicas(schedule, reducer))
 
     def on_device(shares: Sequence[Array], arrays: Sequence[Array], consts: Sequence[Array], vary: Vary) -> Terms:
         def microbatch(arrays: Sequence[Array]) -> Terms:
-            here, arrays = (shares, arrays) if reducer.steps == 1 else together(shares, arrays)
+            here, arrays = (shares, arrays) if reducer.steps == 1 or not spec.split else together(shares, arrays)
             outs, grad_shares = evaluate(schedule, [*consts, *here, *arrays], reducer, vary)
             return as_terms(program, outs, zeros_like_missing(schedule, grad_shares, reducer, vary))
 
-        return loss.mean(microbatch, arrays, vary, aux)
+        return loss.mean(microbatch, arrays, vary, aux, done)
 
     return spec.on_devices(on_device, params, arrays, program.consts, loss.out_specs(aux))
 
 
 def trace_gradient(loss: LocalLoss, arrays: Sequence[Array]) -> Program:
-    """The gradient program of one device's examples of one microbatch: its results are `Terms`."""
+    """The gradient program of one device's examples of one microbatch, at full shapes: its results are `Terms`."""
     program = trace_sharded(CALL, loss.differentiate, loss.spec, arrays)
     if loss.spec.manual and casts_to_varying(program.jaxpr):
         # Its collectives, or what it closes over: autodiff must know that parameters and examples vary, too.
@@ -90,13 +100,14 @@ def trace_sharded(
       varying: Whether all arguments are typed as varying, inside a user's `shard_map`.
 
     Returns:
-      The program; refused if it has ordered effects.
+      The program; at stage 3 refused if it has ordered effects.
     """
     known, local = spec.abstract_params, spec.abstract_batch(arrays)
     if varying:
         known, local = abstract_varying(known, spec.axes.every), abstract_varying(local, spec.axes.every)
     program = trace.trace(fn, known, local, axis_env=spec.axis_env, mesh=spec.trace_mesh)
-    check_effects(program.jaxpr, call)
+    if spec.split:
+        check_effects(program.jaxpr, call)
     return program
 
 
@@ -124,9 +135,14 @@ def share_layouts(spec: CallSpec, program: Program, flat: Flat) -> dict[Var, Lay
     return {v: layout for v, layout in pairs if layout is not None}
 
 
+def first_gradient(loss: LocalLoss, program: Program) -> int:
+    """The position of the first gradient among the results of a gradient program."""
+    return len(jax.tree.leaves(program.out)) - len(loss.trainable)
+
+
 def grad_layouts(loss: LocalLoss, program: Program) -> dict[int, Layout]:
     """The positions of the results of a gradient program that are gradients of split leaves, with their layouts."""
-    start = len(jax.tree.leaves(program.out)) - len(loss.trainable)
+    start = first_gradient(loss, program)
     return {i: leaf.layout for i, leaf in enumerate(loss.trainable, start) if leaf.layout is not None}
 
 

@@ -18,7 +18,7 @@ from .aux import AuxSpec
 from .call import CallSpec, cached_by_callable, compiled_per_call
 from .checks import GradOptions
 from .local_loss import CALL, LocalLoss
-from .program import Watch, ignore, sharded_gradient
+from .program import Watch, ignore, sharded_gradient, trace_gradient
 
 Array = jax.Array
 
@@ -47,17 +47,19 @@ def mean_gradient(
     """Loss (and aux) and gradients of one call, as users get them; `watch` as for `sharded_gradient`."""
     loss = LocalLoss(loss_fn, how, spec)
     aux = loss.aux(arrays)
-    if spec.split:
-        terms = sharded_gradient(loss, params, arrays, aux, watch)
-    else:
+    program = trace_gradient(loss, arrays) if loss.reduces_in_backward else None
+    # An effect has its order in the loss itself.
+    if program is None or (not spec.split and any(eqn.effects for eqn in program.jaxpr.eqns)):
         terms = whole_gradient(loss, params, arrays, aux)
+    else:
+        terms = sharded_gradient(loss, program, params, arrays, aux, watch)
     return (terms.value, jax.tree.unflatten(aux.tree, terms.aux)) if how.has_aux else terms.value, _as_tree(
         loss, terms.grads
     )
 
 
 def whole_gradient(loss: LocalLoss, params: Sequence[Array], arrays: Sequence[Array], aux: AuxSpec) -> Terms:
-    """The mean loss, aux and gradients of whole parameters (stages 1 and 2)."""
+    """The mean loss, aux and gradients of whole parameters, which are reduced when all are there."""
     spec = loss.spec
     check = {"check": loss.check_types} if spec.manual else {}
 

@@ -228,12 +228,24 @@ def _check_divisor(value: Any) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class GatherOptions:
-    """When stage 3 gathers parameters; each as in `Zero`."""
+    """When parameters are gathered and their gradients reduced; each as in `Zero`, and what follows from the stage.
+
+    Attributes:
+      prefetch: As in `Zero`.
+      persist_bytes: As in `Zero`.
+      chunk_bytes: As in `Zero`; at stage 2 `bucket_bytes`, as only gradients travel.
+      regather: As in `Zero`.
+      several_hops: Whether a gather has several hops.
+      sum_first: Whether the terms of a gradient are added before they are reduced. Where a parameter is gathered for
+        each of its uses, each term is reduced where it is computed: a sum would be whole from the first to the last.
+    """
 
     prefetch: int = PREFETCH
     persist_bytes: int = PERSIST_BYTES
     chunk_bytes: int | None = CHUNK_BYTES
     regather: str | None = None
+    several_hops: bool = False
+    sum_first: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -247,8 +259,11 @@ class ReduceOptions:
 
 def gather_options(options: Options, axes: Axes) -> GatherOptions:
     """The options of gathers over `axes`; `regather` has no effect where gathers take a single hop."""
-    regather = options.regather if len(axes.hops) > 1 else None
-    return GatherOptions(options.prefetch, options.persist_bytes, options.chunk_bytes, regather)
+    several = len(axes.hops) > 1
+    regather = options.regather if several else None
+    split = options.stage == 3
+    small = options.chunk_bytes if split else options.bucket_bytes
+    return GatherOptions(options.prefetch, options.persist_bytes, small, regather, several, sum_first=not split)
 
 
 def reduce_options(options: Options) -> ReduceOptions:
