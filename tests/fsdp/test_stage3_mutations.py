@@ -15,7 +15,7 @@ from mutating import clear, mutated, no_reduction, rotated, scaled
 
 from jaxzero._src.comm.reduce import GradReducer
 from jaxzero._src.fsdp import schedule
-from jaxzero._src.fsdp.evaluate import _Evaluation
+from jaxzero._src.fsdp.evaluate import _Evaluation, _Iterations
 from jaxzero._src.fsdp.gathering import Gathering
 from jaxzero._src.fsdp.gathers import Gather, GatheredParam
 from jaxzero._src.fsdp.reductions import Reductions
@@ -321,3 +321,45 @@ def test_a_stack_that_is_scanned_backwards_shows(monkeypatch):
     compare_forward("8", "default")
     with patched(monkeypatch, _Evaluation, "_scan", backwards), pytest.raises(AssertionError):
         compare_forward("8", "default")
+
+
+# --- iterations that gather and reduce for others ------------------------------------------------
+
+
+def previous_layer(f):
+    """An iteration gathers its own layer for the next one."""
+    return lambda self, n: f(self, n - 1)
+
+
+def last_reduction_dropped(f):
+    """What the iteration before the last has left is not reduced."""
+
+    def wrong(self, stacks, behind, n):
+        return stacks if isinstance(n, int) and n + 1 >= self.length else f(self, stacks, behind, n)
+
+    return wrong
+
+
+def not_handed_over(f):
+    """Gradients that are left to the next iteration are lost."""
+
+    def wrong(self, left, names):
+        f(self, jax.tree.map(jnp.zeros_like, left), names)
+
+    return wrong
+
+
+@pytest.mark.parametrize("compare", [compare_gradients, compare_inside, compare_forward])
+def test_weights_of_the_previous_layer_show(monkeypatch, compare):
+    compare("8", "ahead")
+    with patched(monkeypatch, _Iterations, "_parameters", previous_layer), pytest.raises(AssertionError):
+        compare("8", "ahead")
+
+
+@pytest.mark.parametrize("mesh", ["8", "MiCS"])
+def test_dropped_reductions_of_iterations_show(monkeypatch, mesh):
+    compare_gradients(mesh, "ahead")
+    with patched(monkeypatch, _Iterations, "_put_behind", last_reduction_dropped), pytest.raises(AssertionError):
+        compare_gradients(mesh, "ahead")
+    with patched(monkeypatch, Reductions, "take_over", not_handed_over), pytest.raises(AssertionError):
+        compare_gradients(mesh, "ahead")

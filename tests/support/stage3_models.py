@@ -33,6 +33,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "default": {},
     "alone": dict(prefetch=0, persist_bytes=0, chunk_bytes=None),
     "chunks": dict(prefetch=1, persist_bytes=256, chunk_bytes=2048),
+    "ahead": dict(persist_bytes=0, chunk_bytes=None),
 }
 
 
