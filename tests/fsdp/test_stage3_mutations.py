@@ -34,7 +34,7 @@ def loss(p, x):
     return jnp.mean(jnp.square(y)) + jnp.mean(jnp.square(y[:, :2] @ p["rows"])) + 0.1 * jnp.sum(p["e"] ** 2)
 
 
-SHAPES = {"e": (6, 5), "first": (5, 5), "second": (5, 5), "layers": (3, 5, 5), "b": (6,), "rows": (2, 16)}
+SHAPES = {"e": (6, 5), "first": (5, 5), "second": (5, 5), "layers": (4, 5, 5), "b": (6,), "rows": (2, 16)}
 CASE = models.Case(
     loss, {k: models.normal(i, *s, scale=0.5) for i, (k, s) in enumerate(SHAPES.items())}, (models.examples(1, 6),)
 )

@@ -323,7 +323,8 @@ class _Iterations:
     def run(self) -> tuple[_State, _Stacked]:
         """The results of all iterations."""
         first, last = self.body.last_wait is not None, bool(self.body.ahead)
-        if self.length < first + last + 1 or not (first or last) or not self._may_overlap():
+        loop = self.length - first - last  # XLA writes out a loop of one iteration
+        if loop < 2 or not (first or last) or not self._may_overlap():
             return self._loop()
         state = self._start(overlap=True)
         stacked = self._stacks(state)
