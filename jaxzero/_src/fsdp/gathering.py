@@ -93,8 +93,8 @@ class Gathering:
         return left
 
     def take_over(self, left: Sequence[Arrived]) -> None:
-        """Goes on with the results of `hand_over`."""
-        for gather, (whole, crossed) in zip(self.schedule.ahead, left, strict=True):
+        """Goes on with the results of `hand_over`; there are none where no iteration gathers for another."""
+        for gather, (whole, crossed) in zip(self.schedule.ahead if left else [], left, strict=True):
             if whole:
                 self.arrived[gather] = whole
             elif crossed:
