@@ -50,6 +50,7 @@ def train(zero, inner, params, grads):
     return jax.device_get(zero.gather(params)), state
 
 
+@pytest.mark.grid(7)
 @pytest.mark.parametrize("setting", MESHES)
 @pytest.mark.parametrize("name", matrix_optimizers.OPTIMIZERS)
 def test_equal_to_one_device(name, setting):
