@@ -71,6 +71,7 @@ class Step(NamedTuple):
       params: The parameters.
       state: The state.
       tokens: The batch.
+      options: Options of XLA.
     """
 
     run: Callable[..., Any]
@@ -79,10 +80,12 @@ class Step(NamedTuple):
     params: Any
     state: Any
     tokens: Any
+    options: dict[str, Any] | None = None
 
     def compile(self) -> Any:
         """The compiled step; parameters and state are donated."""
-        return jax.jit(self.run, donate_argnums=(0, 1)).lower(self.params, self.state, self.tokens).compile()
+        lowered = jax.jit(self.run, donate_argnums=(0, 1)).lower(self.params, self.state, self.tokens)
+        return lowered.compile(compiler_options=self.options)
 
 
 def step(way: str, mesh: Mesh, model: MakeModel, inner: optax.GradientTransformation) -> Step:
@@ -163,7 +166,7 @@ def _ours(zero: jaxzero.Zero, loss: Any, params: Any, inner: Any, tokens: Any) -
         value, grads = zero.value_and_grad(loss)(params, tokens)
         return *zero.apply(tx, grads, state, params), value
 
-    return Step(run, zero.shard, tx.init, stored, tx.init(stored), tokens)
+    return Step(run, zero.shard, tx.init, stored, tx.init(stored), tokens, zero.compiler_options() or None)
 
 
 def _placed(tree: Any, shardings: Any) -> Any:

@@ -545,7 +545,7 @@ def main(options: Options) -> None:
         state = jax.jit(tx.init)(params)
     grad_fn = zero.value_and_grad(loss_fn, accumulate=options.accumulate)
 
-    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    @functools.partial(jax.jit, donate_argnums=(0, 1), compiler_options=zero.compiler_options())
     def train_step(params: Any, state: Any, tokens: jax.Array, key: jax.Array) -> tuple[Any, Any, jax.Array]:
         loss, grads = grad_fn(params, tokens, key)  # `key` is folded with the device's index
         params, state = zero.apply(tx, grads, state, params)

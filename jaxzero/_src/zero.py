@@ -534,20 +534,9 @@ class Zero(Options):
         return memory(compiled)
 
     def compiler_options(self) -> dict[str, Any]:
-        """Options of XLA that let collectives run behind matrix products, for the platform of the mesh.
+        """XLA options of jax 0.10.2 for GPUs that let collectives run behind products: for `jax.jit(compiler_options=)`.
 
-        For GPUs: buckets stay apart, and several collectives may be on the wire at a time. The names are those of jax
-        0.10.2; an XLA that does not know one refuses it by name. For CPUs, TPUs and abstract meshes there are none.
-
-        Returns:
-          What `jax.jit(step, compiler_options=...)` and `.lower(...).compile(compiler_options=...)` take.
-
-        Examples:
-          >>> import jax, jaxzero
-          >>> zero = jaxzero.Zero(jax.make_mesh((8,), ("data",)))
-          >>> step = jax.jit(lambda x: x, compiler_options=zero.compiler_options())
-          >>> zero.compiler_options()  # on CPUs
-          {}
+        Buckets stay apart, and two collectives may be on the wire at a time. Empty for CPUs and TPUs.
         """
         return compiler_options(plain_options(self))
 
@@ -580,8 +569,7 @@ class Zero(Options):
           accumulate: As for `value_and_grad`.
           sync: As for `value_and_grad`.
           donated: Whether parameters and state are donated.
-          hidden: The least share of the bytes sent that must have a matrix product between start and end, for example
-            0.9; `None` demands none. Programs for GPUs and TPUs show it, those for CPUs hide nothing.
+          hidden: The least share of the bytes sent that stands behind matrix products, 0 to 1; on CPUs it is 0.
 
         Returns:
           A `Verification`: what was promised and found (`print` it), and all collectives.

@@ -1,7 +1,9 @@
 """`verify` passes honest steps and refuses sabotaged ones: programs recorded for every machine, some compiled here."""
 
+import dataclasses
 import functools
 import re
+import types
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +15,7 @@ import verify_steps
 from verify_steps import HONEST, INNER, PARAMS, SABOTAGED
 
 import jaxzero
-from jaxzero._src.analysis import planner
+from jaxzero._src.analysis import compiler_options, planner, verify
 
 RECORDED = sorted(record_programs.FOLDER.glob("*.json.xz"))
 #: XLA makes all-reduces of reduce-scatters for TPUs, so there sums are compared, and one step is the honest one.
@@ -212,6 +214,33 @@ def test_wrong_arguments(name):
     text, zero, _ = recorded("stage 2")
     with pytest.raises(ValueError, match=message):
         zero.verify(change(text), params, optax.adam(1e-3))
+
+
+def test_a_share_of_hidden_bytes_is_demanded():
+    """A program for CPUs hides nothing; where a product stands between start and end, its bytes count."""
+    text, zero, how = recorded("stage 2")
+    report = zero.verify(text, PARAMS, INNER, hidden=0.0, **how)
+    assert report.checks[-1].what == "0% of the bytes sent, behind products"
+    with pytest.raises(ValueError, match=r"90% of the bytes sent, behind products: 0% are.*compiler_options"):
+        zero.verify(text, PARAMS, INNER, hidden=0.9, **how)
+    for wrong in (1.5, -0.1, True, "all"):
+        with pytest.raises(ValueError, match="Expected a share of the bytes sent"):
+            zero.verify(text, PARAMS, INNER, hidden=wrong, **how)
+    hidden = (dataclasses.replace(x, hidden=True) for x in report.collectives)
+    done = dataclasses.replace(report, collectives=type(report.collectives)(hidden))
+    assert verify.verify_hidden(done, zero, 0.9).checks[-1].problem == ""
+
+
+def test_compiler_options_are_for_gpus():
+    assert jaxzero.Zero(verify_steps.flat(devices())).compiler_options() == {}
+    devices_of = lambda platform: np.array([types.SimpleNamespace(platform=platform)])
+    mesh = lambda platform: types.SimpleNamespace(devices=devices_of(platform))
+    assert compiler_options.for_mesh(mesh("cpu")) == compiler_options.for_mesh(mesh("tpu")) == {}
+    assert compiler_options.for_mesh(mesh("gpu")).keys() == {
+        "xla_gpu_reduce_scatter_combine_threshold_bytes",
+        "xla_gpu_all_gather_combine_threshold_bytes",
+        "xla_gpu_experimental_parallel_collective_overlap_limit",
+    }
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

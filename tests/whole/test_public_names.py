@@ -28,7 +28,7 @@ def test_zero_has_its_options_and_its_documented_methods_alone():
     options = {field.name for field in dataclasses.fields(jaxzero.Zero)}
     state = {"optimizer", "init", "shard", "gather", "measure", "specs", "apply", "shard_axes", "replica_axes"}
     losses = {"observe", "value_and_grad", "forward"}
-    reports = {"explain", "plan", "memory", "verify"}
+    reports = {"explain", "plan", "memory", "verify", "compiler_options"}
     public = {name for name in dir(jaxzero.Zero(MESH)) if not name.startswith("_")}
     assert public - options == state | losses | reports
     assert not [name for name in dir(jaxzero.Zero(MESH)) if name.startswith("_") and not name.startswith("__")]

@@ -18,7 +18,10 @@ _IN_FLIGHT = "xla_gpu_experimental_parallel_collective_overlap_limit"
 
 def compiler_options(options: Options) -> dict[str, Any]:
     """See `Zero.compiler_options`."""
-    mesh = options.mesh
-    if not isinstance(mesh, Mesh) or mesh.devices.flat[0].platform not in ("gpu", "cuda"):
-        return {}
-    return {**_SEPARATE, _IN_FLIGHT: 2}
+    return for_mesh(options.mesh) if isinstance(options.mesh, Mesh) else {}
+
+
+def for_mesh(mesh: Mesh) -> dict[str, Any]:
+    """The options for the devices of a mesh."""
+    on_gpu = mesh.devices.flat[0].platform in ("gpu", "cuda")
+    return {**_SEPARATE, _IN_FLIGHT: 2} if on_gpu else {}
