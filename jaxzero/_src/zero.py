@@ -534,7 +534,7 @@ class Zero(Options):
         return memory(compiled)
 
     def compiler_options(self) -> dict[str, Any]:
-        """XLA options of jax 0.10.2 for GPUs that let collectives run behind products: for `jax.jit(compiler_options=)`.
+        """XLA options of jax 0.10.2 for GPUs that hide collectives behind products: for `jax.jit(compiler_options=)`.
 
         Buckets stay apart, and two collectives may be on the wire at a time. Empty for CPUs and TPUs.
         """
