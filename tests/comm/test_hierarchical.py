@@ -386,5 +386,5 @@ def test_a_lost_reduction_between_nodes_shows(monkeypatch):
         )
 
     compare()
-    with mutated(monkeypatch, "scatter", differing, module=comm_hierarchical), pytest.raises(AssertionError):
+    with mutated(monkeypatch, "scatter_intra_node", differing, module=comm_hierarchical), pytest.raises(AssertionError):
         compare()

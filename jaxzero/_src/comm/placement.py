@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from .._positions import replace_at
@@ -98,7 +99,8 @@ def gather_array(options: Options, axes: Axes, path: Path, x: jax.Array, layout:
 
 def no_state(call: str, options: Options, tree: PyTree, axes: Axes) -> None:
     """Refuses optimizer state, whose flat leaves do not show their logical shapes."""
-    is_state = lambda x: isinstance(x, tuple) and type(x).__module__.startswith(("optax.", "jaxzero."))
+    of_optimizer = lambda x: type(x).__module__.startswith(("optax.", "jaxzero."))
+    is_state = lambda x: isinstance(x, tuple) and of_optimizer(x) and not isinstance(x, optax.LookaheadParams)
     for path, x in jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: is_split(x) or is_state(x)):
         spec = getattr(getattr(x, "sharding", None), "spec", None) if not isinstance(x, jax.core.Tracer) else None
         split = axes.n > 1 and spec and any(a in axes.shard for part in spec for a in names(part if part else None))

@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from .._types import Path
-from ..jaxpr.compat import as_weak, aval
+from ..jaxpr.compat import as_weak
 from ..jaxpr.trace import Program
 from ..partition.evaluate import evaluate
 from ..partition.record import Record
@@ -22,7 +22,7 @@ from ..sharding.leaves import Leaf, StateLeaf
 from ..sharding.options import Options, memory_kind
 from . import convert
 from .offload import Held, LeafGroup, evaluate_by_group, join
-from .trace import UpdateProgram
+from .trace import UpdateProgram, weak_results
 
 #: A flat list of arrays, of one argument or result of a step.
 Arrays = list[jax.Array]
@@ -132,7 +132,7 @@ class Update:
         new, new_state = self.traced.results(out)
         new_state = ctx.convert_all(new_state, [leaf.layout for leaf in self.traced.changing])
         new = ctx.convert_all(new, [self.stored_layout(leaf) for leaf in self.traced.moving], record=False)
-        weak, weak_state = self.traced.results(weak_results(self.traced.program))
+        weak, weak_state = self.traced.results(self.traced.weak)
         return _typed(ctx.stored(new), weak), _typed(ctx.stored(new_state), weak_state)
 
     def stored_layout(self, leaf: Leaf) -> Layout | None:
@@ -158,7 +158,7 @@ class Update:
         what = "params" if traced.adds else "update"
         kinds = _kinds(self.options, what, traced.new.leaves) + _kinds(self.options, "state", traced.new_state)
 
-        weak = weak_results(traced.program)
+        weak = traced.weak
 
         def store(positions: list[int], values: list[Value]) -> Arrays:
             stored = ctx.stored(ctx.convert_all(values, [layouts[i] for i in positions]))
@@ -199,11 +199,6 @@ def _held(x: jax.Array, kind: str | None, load: Callable[[jax.Array], Value]) ->
 
 def _kinds(options: Options, what: str, leaves: Sequence[Leaf] | Sequence[StateLeaf]) -> list[str | None]:
     return [memory_kind(options, what, leaf.layout) for leaf in leaves]
-
-
-def weak_results(program: Program) -> list[bool]:
-    """Which results of a program are of weak type, as Python's numbers are."""
-    return [bool(aval(v).weak_type) for v in program.jaxpr.outvars]
 
 
 def _typed(arrays: Sequence[jax.Array], weak: Sequence[bool]) -> Arrays:

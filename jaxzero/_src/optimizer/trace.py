@@ -13,7 +13,7 @@ from jax.tree_util import PyTreeDef
 
 from .._text import path_text
 from .._types import PyTree
-from ..jaxpr.compat import is_weak
+from ..jaxpr.compat import aval, is_weak
 from ..jaxpr.trace import Program, trace
 from ..sharding.axes import Axes
 from ..sharding.layout import EvenSplit, is_split
@@ -137,6 +137,11 @@ def trace_init(inner: optax.GradientTransformation, params: Leaves, axes: Axes) 
     return trace(lambda p: inner.init(params.unflatten(p)), params.trace_avals(), axis_env=_env(axes))
 
 
+def weak_results(program: Program) -> list[bool]:
+    """Which results of a program are of weak type, as Python's numbers are."""
+    return [bool(aval(v).weak_type) for v in program.jaxpr.outvars]
+
+
 @dataclasses.dataclass(frozen=True)
 class UpdateProgram:
     """`inner.update`, or the whole step with `apply_updates`, at full shapes.
@@ -167,6 +172,18 @@ class UpdateProgram:
     def changing(self) -> list[StateLeaf]:
         """The leaves of new state that are evaluated; the others stay as they were."""
         return [leaf for leaf in self.new_state if not leaf.frozen]
+
+    @property
+    def weak(self) -> list[bool]:
+        """Which results are stored as weak types: the state that comes out as the state that goes in.
+
+        So the first step's program serves all; where the state grew, results keep the types of the trace.
+        """
+        found = weak_results(self.program)
+        if len(self.new_state) != len(self.state):
+            return found
+        given = self.program.jaxpr.invars[self.grads : self.grads + len(self.state)]
+        return [*found[: len(self.new.leaves)], *(bool(aval(v).weak_type) for v in given)]
 
     def inputs(self, grads: Sequence[T], state: Sequence[T], params: Sequence[T], extra: Sequence[T]) -> list[T]:
         """The program's arguments; `grads` holds the gradients, then trees like them."""

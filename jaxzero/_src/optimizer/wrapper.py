@@ -21,8 +21,8 @@ from ..sharding.layout import EvenSplit, Layout, is_split
 from ..sharding.leaves import Leaf, Leaves, is_key, skipping, state_leaves, unwrap, wrap_padded
 from ..sharding.options import Options, param_leaves, require_observed, resolve_axes
 from . import checks, split_regions
-from .step import Arrays, Init, Update, weak_results
-from .trace import Extra, StoredLeaf, sort_extra, trace_init, trace_update
+from .step import Arrays, Init, Update
+from .trace import Extra, StoredLeaf, sort_extra, trace_init, trace_update, weak_results
 
 #: Set while an inner optimizer is traced: another wrapped one inside it is refused.
 _tracing: contextvars.ContextVar[bool] = contextvars.ContextVar("tracing", default=False)
