@@ -1,6 +1,5 @@
 """Damage to a checkpoint is found, by leaf path and file; and how many steps are kept."""
 
-import collections
 import json
 import re
 import shutil
@@ -93,10 +92,9 @@ def restore_of(_):
 
 def test_a_quarter_of_a_file_that_is_zero(copy):
     path = orbax_io.folder(copy) / "4"
-    sizes = collections.Counter()
-    for piece in checksums.pieces(path):
-        sizes[piece.file] += piece.length
-    file = copy / "4" / sizes.most_common(1)[0][0]
+    # Adam's moments are zero here, so a file of these alone would not change.
+    files = sorted({copy / "4" / piece.file for piece in checksums.pieces(path) if "params/rows" in piece.key})
+    file = next(file for file in files if any(file.read_bytes()[: file.stat().st_size // 4]))
     data = bytearray(file.read_bytes())
     data[: len(data) // 4] = bytes(len(data) // 4)
     file.write_bytes(data)

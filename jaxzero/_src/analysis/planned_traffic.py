@@ -19,6 +19,7 @@ from ..gradients.program import param_inputs
 from ..gradients.value_and_grad import mean_gradient
 from ..jaxpr.collectives import Sent, total
 from ..jaxpr.flat import Var
+from ..jaxpr.trace import Program
 from ..optimizer.trace import naming_missing_extra
 from ..optimizer.wrapper import wrap
 from ..sharding.axes import Axes
@@ -59,6 +60,15 @@ def buckets(options: Options, leaves: Leaves, axes: Axes) -> dict[Path, int]:
     return {moving[i - first].path: number for number, group in enumerate(groups) for i in group if i >= first}
 
 
+def reductions(schedule: Schedule, leaves: Leaves) -> dict[Path, int]:
+    """The number of the collective that reduces each gradient, by key path, where a schedule reduces them."""
+    trainable = [leaf for leaf in leaves.leaves if leaf.trainable]
+    start = len(schedule.flat.outs) - len(trainable)
+    together = {position: schedule.groups.get(position, [position])[0] for position in sorted(schedule.grads)}
+    order = {first: number for number, first in enumerate(dict.fromkeys(together.values()))}
+    return {trainable[position - start].path: order[first] for position, first in together.items()}
+
+
 def chunks(schedule: Schedule, held: dict[Var, Leaf]) -> dict[Path, int]:
     """The number of the gather before the first use of each leaf, by key path; `held`: the leaf of each input."""
     out: dict[Path, int] = {}
@@ -94,8 +104,8 @@ def stored_params(options: Options, leaves: Leaves) -> PyTree:
 
 def trace(
     options: Options, leaves: Leaves, inner: optax.GradientTransformation | None, stored: PyTree, how: GradOptions
-) -> tuple[tuple[Sent, ...], dict[Path, int]]:
-    """What one training step sends, and its chunks, read from traces of `value_and_grad` and `apply`.
+) -> tuple[tuple[Sent, ...], dict[Path, int], dict[Path, int]]:
+    """What one training step sends, its chunks and buckets, read from traces of `value_and_grad` and `apply`.
 
     Args:
       options: The options.
@@ -105,15 +115,19 @@ def trace(
       how: How the loss is differentiated.
 
     Returns:
-      What each device sends, by phase, axes and kind; the chunk of each key path, at stage 3.
+      What each device sends, by phase, axes and kind; by key path the chunk, at stage 3, and the bucket, below.
     """
     loss = loss_of(options, leaves, how)
     gathered_by: dict[Path, int] = {}
+    reduced_by: dict[Path, int] = {}
 
     def run(spec: CallSpec, params: Sequence[jax.Array], arrays: Sequence[jax.Array]) -> PyTree:
-        watch = lambda program, schedule: gathered_by.update(
-            chunks(schedule, dict(zip(param_inputs(spec, program, schedule.flat), leaves.leaves, strict=True)))
-        )
+        def watch(program: Program, schedule: Schedule) -> None:
+            held = dict(zip(param_inputs(spec, program, schedule.flat), leaves.leaves, strict=True))
+            gathered_by.update(chunks(schedule, held))
+            if options.stage < 3:
+                reduced_by.update(reductions(schedule, leaves))
+
         return mean_gradient(loss.fn, how, spec, params, arrays, watch)
 
     grad_fn = compiled_per_call(CALL, options, loss.whole_argnums, True, run, how.accumulate)
@@ -124,4 +138,4 @@ def trace(
         update = jax.make_jaxpr(apply)(grads, tx.init(stored), stored)
     sizes = dict(options.mesh.shape)
     traffic = total("gradient", backward.jaxpr, sizes) + total("update", update.jaxpr, sizes)
-    return traffic, gathered_by
+    return traffic, gathered_by, reduced_by or buckets(options, leaves, resolve_axes(options, CALL)[0])

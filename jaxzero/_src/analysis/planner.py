@@ -41,11 +41,13 @@ def make_plan(
     leaves = param_leaves(options, params, axes.n)
     stored = planned_traffic.stored_params(options, leaves)
     own, other, hosted, unsharded = _state(options, leaves, stored, inner)
-    buckets = planned_traffic.buckets(options, leaves, axes)
     try:
-        (traffic, chunks), missing = planned_traffic.trace(options, leaves, inner, stored, how), ""
+        (traffic, chunks, buckets), missing = planned_traffic.trace(options, leaves, inner, stored, how), ""
     except MissingExtra as error:
-        (traffic, chunks), missing = planned_traffic.trace(options, leaves, None, stored, how), str(error.__cause__)
+        (traffic, chunks, buckets), missing = (
+            planned_traffic.trace(options, leaves, None, stored, how),
+            str(error.__cause__),
+        )
     state = sum(own.values()) + other
     return Plan(
         options.stage,
