@@ -8,7 +8,7 @@ once. A process that ends or hangs is a failed cell, and the next process goes o
 
 Writes `benchmarks/measured/optimizers.jsonl` after each optimizer, and at the end `docs/optimizers.md` and the README's
 row. The first pass takes every mesh and stage once, each in one of the ways; `--passes 1` ends there. It resumes:
-optimizers that have a row of this tree of the library and of these versions are left out unless they are named.
+cells that have run on this tree of the library and with these versions are left out, unless their optimizer is named.
 """
 
 import argparse
@@ -105,10 +105,13 @@ def lines_of(key: str, first: int, end: int) -> Iterator[str]:
         process.wait()
 
 
-def run_optimizer(key: str, cells: list[Cell], stop: threading.Event) -> dict[str, Any] | None:
-    """The row of one optimizer; `None` when it was stopped before all cells had run."""
-    messages: list[str] = []
-    clock = time.perf_counter()
+def run_optimizer(key: str, cells: list[Cell], old: dict[str, Any], stop: threading.Event) -> dict[str, Any] | None:
+    """The row of one optimizer; `None` when it was stopped before all cells had run.
+
+    `old` is a row whose cells, the first of `cells`, are not run again; empty where there is none.
+    """
+    messages = messages_of(old, cells)
+    clock = time.perf_counter() - old.get("seconds", 0.0)
     while len(messages) < len(cells):
         before = len(messages)
         for message in lines_of(key, before, len(cells)):
@@ -122,6 +125,13 @@ def run_optimizer(key: str, cells: list[Cell], stop: threading.Event) -> dict[st
     return {"optimizer": key, "seconds": seconds, "cells": marks(cells, messages), "failed": failed}
 
 
+def messages_of(row: dict[str, Any], cells: list[Cell]) -> list[str]:
+    """What the cells of a row said; a row holds a whole number of passes, which are the first of `cells`."""
+    if not row:
+        return []
+    return [row["failed"].get(optimizer_table.cell_name(cell), "") for cell in cells[: optimizer_table.ran(row)]]
+
+
 def marks(cells: list[Cell], messages: list[str]) -> dict[str, str]:
     """For each mesh one character for each stage and way: a dot where it passed, F where it failed, - if not run."""
     import optax_grid
@@ -133,13 +143,10 @@ def marks(cells: list[Cell], messages: list[str]) -> dict[str, str]:
     return found
 
 
-def to_run(
-    kept: dict[str, dict[str, Any]], every: list[str], named: list[str], about: dict[str, str], cells: int
-) -> list[str]:
-    """The optimizers that are named, else those without a row of this tree, these versions and as many cells."""
-    same = {k: v for k, v in about.items() if k != "commit"}
-    whole = lambda row: {k: row.get(k) for k in same} == same and optimizer_table.ran(row) >= cells
-    return named or [key for key in every if key not in kept or not whole(kept[key])]
+def same_tree(rows: list[dict[str, Any]], about: dict[str, str], named: list[str]) -> dict[str, dict[str, Any]]:
+    """The rows of this tree and these versions, without the optimizers that are named."""
+    same = {k: v for k, v in about.items() if k not in ("commit", "date")}
+    return {row["optimizer"]: row for row in rows if same.items() <= row.items() and row["optimizer"] not in named}
 
 
 def main(argv: list[str]) -> int:
@@ -159,14 +166,16 @@ def main(argv: list[str]) -> int:
     cells = optax_grid.GRID[: options.passes * optax_grid.PASS]
     about = identity() | {"date": dt.date.today().isoformat()}
     kept = {row["optimizer"]: row for row in results.read_lines("optimizers")}
-    tree = {k: v for k, v in about.items() if k != "date"}
-    left = to_run(kept, every, options.optimizers, tree, len(cells))
+    done = same_tree(list(kept.values()), about, options.optimizers)
+    left = [
+        key for key in options.optimizers or every if key not in done or optimizer_table.ran(done[key]) < len(cells)
+    ]
     print(f"{len(left)} of {len(every)} optimizers to run, {len(cells)} cells each", flush=True)
     stop, end = threading.Event(), time.monotonic() + options.minutes * 60
 
     def work(key: str) -> dict[str, Any] | None:
         late = time.monotonic() > end or stop.is_set()
-        return None if late else run_optimizer(key, cells, stop)
+        return None if late else run_optimizer(key, cells, done.get(key, {}), stop)
 
     failures = 0
     with ThreadPoolExecutor(options.workers) as pool:
