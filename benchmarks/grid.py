@@ -149,6 +149,11 @@ def same_tree(rows: list[dict[str, Any]], about: dict[str, str], named: list[str
     return {row["optimizer"]: row for row in rows if same.items() <= row.items() and row["optimizer"] not in named}
 
 
+def to_run(keys: list[str], done: dict[str, dict[str, Any]], cells: int) -> list[str]:
+    """The optimizers of which fewer cells have run."""
+    return [key for key in keys if key not in done or optimizer_table.ran(done[key]) < cells]
+
+
 def main(argv: list[str]) -> int:
     """Runs what is left; the status says whether any cell failed."""
     sys.path.append(str(ROOT / "tests/support"))
@@ -167,9 +172,7 @@ def main(argv: list[str]) -> int:
     about = identity() | {"date": dt.date.today().isoformat()}
     kept = {row["optimizer"]: row for row in results.read_lines("optimizers")}
     done = same_tree(list(kept.values()), about, options.optimizers)
-    left = [
-        key for key in options.optimizers or every if key not in done or optimizer_table.ran(done[key]) < len(cells)
-    ]
+    left = to_run(options.optimizers or every, done, len(cells))
     print(f"{len(left)} of {len(every)} optimizers to run, {len(cells)} cells each", flush=True)
     stop, end = threading.Event(), time.monotonic() + options.minutes * 60
 

@@ -120,12 +120,30 @@ def test_marks_stand_for_cells():
 
 
 def test_resumes_behind_what_this_tree_has_run():
-    about = {"commit": "new", "tree": "t", "jax": "1.2", "optax": "3", "python": "4"}
-    kept = {"a": row("a"), "b": row("b", tree="other"), "c": row("c", jax="1.1"), "e": row("e", cells=GRID[:PASS])}
+    about = {"commit": "new", "date": "2031-01-02", "tree": "t", "jax": "1.2", "optax": "3", "python": "4"}
+    rows = [row("a"), row("b", tree="other"), row("c", jax="1.1"), row("e", cells=GRID[:PASS])]
     every = ["a", "b", "c", "d", "e"]
-    assert grid.to_run(kept, every, [], about, len(GRID)) == ["b", "c", "d", "e"]
-    assert grid.to_run(kept, every, [], about, PASS) == ["b", "c", "d"]
-    assert grid.to_run(kept, every, ["a"], about, PASS) == ["a"]
+    done = grid.same_tree(rows, about, [])
+    assert list(done) == ["a", "e"]
+    assert grid.to_run(every, done, len(GRID)) == ["b", "c", "d", "e"]
+    assert grid.to_run(every, done, PASS) == ["b", "c", "d"]
+    assert grid.to_run(["a"], grid.same_tree(rows, about, ["a"]), PASS) == ["a"]
+
+
+def test_a_row_goes_on_behind_its_cells(monkeypatch):
+    """Cells that have run are kept as they were, failures too; the next process begins behind them."""
+    starts = []
+
+    def lines_of(key, first, end):
+        starts.append(first)
+        yield from [""] * (end - first)
+
+    monkeypatch.setattr(grid, "lines_of", lines_of)
+    old = row("optax.adam", failed=(2,), cells=GRID[:PASS])
+    found = grid.run_optimizer("optax.adam", GRID, old, threading.Event())
+    assert starts == [PASS]
+    assert found["failed"] == old["failed"] != {}
+    assert (optimizer_table.ran(found), optimizer_table.passed({"k": found}, "k")) == (len(GRID), len(GRID) - 1)
 
 
 def test_a_pass_takes_every_mesh_and_stage_once():
@@ -151,11 +169,11 @@ def test_a_process_that_ends_is_a_failed_cell(monkeypatch):
             yield "the process ended with status -6: "
 
     monkeypatch.setattr(grid, "lines_of", lines_of)
-    found = grid.run_optimizer("optax.adam", GRID, threading.Event())
+    found = grid.run_optimizer("optax.adam", GRID, {}, threading.Event())
     assert starts == [0, 4]
     assert found["failed"] == {optimizer_table.cell_name(GRID[3]): "the process ended with status -6: "}
     monkeypatch.setattr(grid, "lines_of", lambda key, first, end: iter(()))
-    assert len(grid.run_optimizer("optax.adam", GRID, threading.Event())["failed"]) == len(GRID)
+    assert len(grid.run_optimizer("optax.adam", GRID, {}, threading.Event())["failed"]) == len(GRID)
 
 
 def test_a_worker_says_what_fails(monkeypatch, capsys):
