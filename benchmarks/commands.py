@@ -1,7 +1,7 @@
 """The output of `jaxzero compile` for the example models, stored for the page of results.
 
-    python benchmarks/commands.py h100:8x8 llama_8b     # needs pip install "jaxzero[cli,cuda]"
-    python benchmarks/commands.py v5e:4x4 gpt_3b        # needs pip install "jaxzero[cli,tpu]"
+    python benchmarks/commands.py h100:8x8 llama_8b     # needs pip install ".[cli,cuda]"
+    python benchmarks/commands.py v5e:4x4 gpt_3b        # needs pip install ".[cli,tpu]"
 
 Writes `benchmarks/measured/compile_<model>.json`.
 """

@@ -1,7 +1,7 @@
 """Memory, traffic and compile time of large models for other machines, compared with native JAX.
 
-    python benchmarks/machines.py h100:2x8 [gpt] [llama]      # needs pip install "jaxzero[cuda]", no GPU
-    python benchmarks/machines.py v5e:4x4 [gpt] [llama]       # needs pip install "jaxzero[tpu]", no TPU
+    python benchmarks/machines.py h100:2x8 [gpt] [llama]      # needs pip install ".[cuda]", no GPU
+    python benchmarks/machines.py v5e:4x4 [gpt] [llama]       # needs pip install ".[tpu]", no TPU
 
 One AdamW step of a 3.4 B-parameter GPT in float32 (2 x 512 tokens per device) and of an 8 B Llama in bfloat16
 (1 x 2048 tokens per device), compiled for all devices of the machine: native FSDP (`jit`, NamedSharding on the first

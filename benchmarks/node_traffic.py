@@ -2,7 +2,7 @@
 
     python benchmarks/node_traffic.py
 
-It needs `pip install "jaxzero[cuda]"` and no GPU.
+It needs `pip install ".[cuda]"` and no GPU.
 
 The count is from the compiled program. Each group of a gather counts as a ring that passes through the nodes of its
 devices in order, so a group of `g` devices in several nodes brings `(g-1)/g` of its result into each of these nodes.

@@ -3,7 +3,7 @@
     python benchmarks/offload.py [none] [state] [params] [--scan]
 
 Compiles one AdamW step of the 3.4 B-parameter GPT of `overlap.py`, its blocks under `jax.checkpoint`, at stage 3 for
-8 H100. It needs `pip install "jaxzero[cuda]"` and no GPU.
+8 H100. It needs `pip install ".[cuda]"` and no GPU.
 
 JAX has no memory kinds for devices that are not present. So the script marks the arguments that are stored on the host
 in the lowered program; on a real GPU their sharding (`memory_kind="pinned_host"`) does that.

@@ -2,7 +2,7 @@
 
     python benchmarks/overlap.py [plain] [remat] [scan]
 
-Compiles one training step of a 3.4 B-parameter GPT for 2 nodes of 8 H100. It needs `pip install "jaxzero[cuda]"` and
+Compiles one training step of a 3.4 B-parameter GPT for 2 nodes of 8 H100. It needs `pip install ".[cuda]"` and
 no GPU.
 
 A gather is hidden if a matrix product is scheduled between its `-start` and its `-done`, and XLA has not marked the

@@ -186,7 +186,7 @@ def main() -> None:
     parts = [
         "# Results",
         "`make bench` writes this page and runs every benchmark that the machine can run. The tables for GPUs and TPUs "
-        'need their JAX plug-ins (`pip install "jaxzero[cuda]"`, `"jaxzero[tpu]"`) and no accelerator.',
+        'need their JAX plug-ins (`pip install ".[cuda]"`, `".[tpu]"`) and no accelerator.',
         "- `total`: the memory that a device needs, which is arguments, temporaries and results, donated ones once\n"
         "- `gathers hidden`: the share of large gathers that XLA schedules with a matrix product between start and end",
         "jaxzero sums gradients in float32 by default, native JAX in their own dtype. So compare native bfloat16 with "

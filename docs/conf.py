@@ -1,14 +1,13 @@
 """The web site: `make docs`. The root of the sources is the repository, so that links are right there and here."""
 
+import importlib.metadata
 import inspect
 import pathlib
-import tomllib
 
 ROOT = pathlib.Path(__file__).parent.parent
-_project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
-project = _project["name"]
-release = version = _project["version"]
+project = "jaxzero"
+release = version = importlib.metadata.version(project)
 author = "The jaxzero authors"
 
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
@@ -17,6 +16,7 @@ include_patterns = [
     "README.md",
     "CHANGELOG.md",
     "CONTRIBUTING.md",
+    "SECURITY.md",
     "docs/*.md",
     "examples/README.md",
     "benchmarks/RESULTS.md",

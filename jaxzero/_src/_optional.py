@@ -4,6 +4,11 @@ import importlib
 from typing import Any
 
 
+def install(extra: str) -> str:
+    """The command that installs an extra: jaxzero is installed from its folder, not from a package index."""
+    return f'pip install ".[{extra}]" in the folder of jaxzero'
+
+
 def need(module: str, extra: str, what: str) -> Any:
     """The module, or an error that names the command which installs it.
 
@@ -24,4 +29,4 @@ def need(module: str, extra: str, what: str) -> Any:
         package = module.partition(".")[0]
         if (error.name or "").partition(".")[0] != package:
             raise
-        raise ImportError(f'{what} needs {package}. Fix: pip install "jaxzero[{extra}]"') from None
+        raise ImportError(f"{what} needs {package}. Fix: {install(extra)}") from None

@@ -16,6 +16,8 @@ from . import compile, doctor, export, plan
 COMMANDS = (plan, compile, export, doctor)
 ABOUT = """ZeRO for JAX: see a plan, compile for a machine that is not here, export a checkpoint, check an installation.
 
+jaxzero --version prints the versions of jaxzero and jax.
+
 Exit status: 0; 1 if a check failed; 2 if what was asked cannot be done. Results go to stdout, with --json as one
 JSON document; progress and errors go to stderr."""
 

@@ -1,6 +1,6 @@
 """Compile a training step, for a machine that is not here, and show memory and collectives.
 
-Nothing runs. GPUs and TPUs need their JAX plug-in (pip install "jaxzero[cuda]" or "jaxzero[tpu]"), no accelerator.
+Nothing runs. GPUs and TPUs need their JAX plug-in (pip install ".[cuda]" or ".[tpu]"), no accelerator.
 Without --topology the step is compiled for virtual CPU devices.
 
 Examples:

@@ -18,6 +18,7 @@ from typing import Annotated, Any
 
 import tyro
 
+from .._src._optional import install
 from .._src.checkpoint import checksums, orbax_io
 from . import output
 
@@ -119,7 +120,7 @@ def plugins() -> list[Finding]:
     out = []
     for label, (extra, names) in PLUGINS.items():
         found = [f"{name} {version}" for name in names if (version := _version(name))]
-        detail = ", ".join(found) or f'pip install "jaxzero[{extra}]" to compile for it'
+        detail = ", ".join(found) or f"{install(extra)} to compile for it"
         out.append(Finding(label, "ok" if found else "absent", detail))
     return out
 

@@ -414,7 +414,7 @@ def test_blocks_join_what_differs_in_numbers_only(mesh8):
 
 def test_a_missing_package_is_named(plan, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
-    with pytest.raises(ImportError, match=r'plan.plot\(\) needs matplotlib. Fix: pip install "jaxzero\[plot\]"'):
+    with pytest.raises(ImportError, match=r'plan.plot\(\) needs matplotlib. Fix: pip install "\.\[plot\]"'):
         plan.plot()
     assert repr(plan).startswith("Plan(stage=3, 300 leaves, ")
 

@@ -104,7 +104,8 @@ def test_wrong_arguments(plugins, name):
 @pytest.mark.parametrize(("name", "extra"), [("h100", "cuda"), ("v5e:4x4", "tpu")])
 def test_a_missing_plugin_is_named_with_its_command(monkeypatch, name, extra):
     monkeypatch.setattr(importlib.util, "find_spec", lambda module: None)
-    with pytest.raises(ValueError, match=rf'plug-in.*none installed. Fix: pip install "jaxzero\[{extra}\]"'):
+    fix = rf'plug-in.*none installed. Fix: pip install "\.\[{extra}\]" in the folder of jaxzero'
+    with pytest.raises(ValueError, match=fix):
         jaxzero.topology(name)
 
 

@@ -449,7 +449,7 @@ def test_inside_shard_map(written):
 
 def test_orbax_is_not_there(monkeypatch):
     monkeypatch.setitem(sys.modules, "orbax.checkpoint", None)
-    with pytest.raises(ImportError, match=r'need.* orbax. Fix: pip install "jaxzero\[checkpoint\]"'):
+    with pytest.raises(ImportError, match=r'need.* orbax. Fix: pip install "\.\[checkpoint\]"'):
         jaxzero.latest("anywhere")
 
 

@@ -332,10 +332,18 @@ def test_wrong_flags(capsys, arguments):
     assert "Traceback" not in err
 
 
+def test_version_needs_no_extra(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tyro", None)
+    assert run(capsys, "--version") == (0, f"jaxzero {jaxzero.__version__}, jax {jax.__version__}\n", "")
+
+
 def test_missing_packages_are_named(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "tyro", None)
     status, _, err = run(capsys, "doctor")
-    assert (status, err) == (2, 'jaxzero: the command line needs tyro. Fix: pip install "jaxzero[cli]"\n')
+    assert (status, err) == (
+        2,
+        'jaxzero: the command line needs tyro. Fix: pip install ".[cli]" in the folder of jaxzero\n',
+    )
 
 
 # --- the program ---------------------------------------------------------------------------------

@@ -1,8 +1,8 @@
 """Records the programs that XLA makes of the steps of `verify_steps`, for machines that are not here.
 
     python tests/support/record_programs.py cpu
-    python tests/support/record_programs.py h100:1x8     # needs pip install "jaxzero[cuda]"
-    python tests/support/record_programs.py v5e:2x4      # needs pip install "jaxzero[tpu]"
+    python tests/support/record_programs.py h100:1x8     # needs pip install ".[cuda]"
+    python tests/support/record_programs.py v5e:2x4      # needs pip install ".[tpu]"
 
 Writes `programs/<machine>-<version of jax>.json.xz` beside this file: names and texts, without what the reader does
 not read (tables of source lines, most of the compiler's own configuration).

@@ -137,9 +137,22 @@ PACKAGE = ROOT / "jaxzero"
 
 
 def test_version_is_the_same_everywhere():
+    """`_version.py` is the place; the others are read by people or by tools that build nothing."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert jaxzero.__version__ == project["version"] == importlib.metadata.version("jaxzero")
-    assert f"## {project['version']}" in (ROOT / "CHANGELOG.md").read_text()
+    assert "version" in project["dynamic"]
+    assert jaxzero.__version__ == importlib.metadata.version("jaxzero")
+    assert f"## {jaxzero.__version__}" in (ROOT / "CHANGELOG.md").read_text()
+    assert f"\nversion: {jaxzero.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+
+
+def test_extras_are_installed_from_the_folder():
+    """No page, message or comment names an extra of a package index where jaxzero is not."""
+    files = [p for p in ROOT.iterdir() if p.suffix in (".md", ".cff")]
+    folders = ("jaxzero", "tests", "examples", "notebooks", "docs", "benchmarks", ".ci", ".github")
+    files += [p for d in folders for p in (ROOT / d).rglob("*") if p.suffix in (".py", ".md", ".ipynb", ".yml")]
+    wrong = re.compile(r"pip install \W*jaxzero(?![\w.-]*\.whl)")
+    assert len(files) > 200
+    assert [p.name for p in files if wrong.search(p.read_text())] == []
 
 
 def test_package_is_typed():

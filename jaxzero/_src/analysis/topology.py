@@ -16,6 +16,7 @@ import jax
 import numpy as np
 from jax.experimental import topologies
 
+from .._optional import install
 from .._text import nearest
 from ..jaxpr.compat import backends_started
 from ..sharding.scalars import is_int, python_scalar
@@ -184,7 +185,7 @@ def _installed(module: str) -> bool:
 def _missing(kind: str, what: str, extra: str) -> str:
     return (
         f"topology: {kind!r} needs the {what} plug-in of JAX, whose compiler it uses (no accelerator is needed). Found "
-        f'none installed. Fix: pip install "jaxzero[{extra}]".'
+        f"none installed. Fix: {install(extra)}."
     )
 
 
