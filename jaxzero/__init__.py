@@ -2,7 +2,9 @@
 
 from ._src._version import __version__
 from ._src.analysis.hlo import Collective, Collectives, collectives
+from ._src.analysis.machine import Machine, machine
 from ._src.analysis.memory import Memory
+from ._src.analysis.predict import Prediction, predict
 from ._src.analysis.topology import topology
 from ._src.analysis.verify import Verification
 from ._src.checkpoint.api import latest, restore, save
@@ -17,14 +19,18 @@ __all__ = [
     "Collective",
     "Collectives",
     "EvenSplit",
+    "Machine",
     "Memory",
+    "Prediction",
     "Verification",
     "Zero",
     "collectives",
     "dynamic_loss_scale",
     "latest",
+    "machine",
     "master_weights",
     "mics",
+    "predict",
     "restore",
     "save",
     "topology",

@@ -1,4 +1,4 @@
-"""Compile a training step, for a machine that is not here, and show memory and collectives.
+"""Compile a training step, for a machine that is not here, and show memory, collectives and the predicted time.
 
 Nothing runs. GPUs and TPUs need their JAX plug-in (pip install ".[cuda]" or ".[tpu]"), no accelerator.
 Without --topology the step is compiled for virtual CPU devices.
@@ -16,19 +16,16 @@ from typing import Annotated
 
 import jax
 import numpy as np
-import optax
 import tyro
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh
 
 from .._src._text import size_text
-from .._src._types import PyTree
-from .._src.analysis import planned_traffic
 from .._src.analysis.hlo import Collective, Collectives, collectives
-from .._src.analysis.memory import Memory
+from .._src.analysis.machine import Machine, figures_of, machine
+from .._src.analysis.memory import memory
+from .._src.analysis.predict import predict
 from .._src.analysis.topology import is_gpu, topology
-from .._src.sharding.options import param_leaves, resolve_axes
-from .._src.zero import Zero
+from .._src.fit.step import lower_step, tokens_of
 from . import output
 from .problem import Problem, problem_of
 from .settings import Settings, mesh_sizes
@@ -45,9 +42,12 @@ class Compile(Settings):
     """The machine: h100:2x8 (2 nodes of 8), a100, h200, v5e:4x4, v5p:4x4x4, v6e:4x4. Default: virtual CPU devices."""
     mesh: Annotated[str | None, tyro.conf.arg(metavar="AXIS=N,...")] = None
     """Axes of the mesh with their sizes, outer first. Default: node and local for several nodes, else data."""
+    figures: Annotated[str, tyro.conf.arg(metavar="NAME=NUMBER,...")] = ""
+    """Your figures of the machine, for the predicted time: network=12.5e9, links_reach=0.9, ... Needs --topology."""
 
     def run(self) -> int:
         """Compiles and prints."""
+        hardware = self._machine()
         mesh = self._mesh()  # before the user's code, which may use a device as soon as it is imported
         inner = self.inner()
         zero = self.zero(mesh)
@@ -59,15 +59,23 @@ class Compile(Settings):
                     "loss_fn, *batch), or a Flax model and its inputs."
                 )
             problem = problem.sized(self.batch, self.parts(zero), self.accumulate)
-            lowered = self._step(self.observed(zero, problem), problem, inner)
+            assert problem.loss is not None
+            seen = self.observed(zero, problem)
+            lowered = lower_step(
+                seen, problem.loss, problem.params, problem.batch, inner, self.accumulate, problem.whole
+            )
         started = time.perf_counter()
         with output.working(f"compiling for {self.topology or f'{mesh.size} virtual CPU devices'}"):
             compiled = lowered.compile(compiler_options=zero.compiler_options() or None)
         seconds = time.perf_counter() - started
-        self._report(mesh, zero.memory(compiled), collectives(compiled, mesh), seconds, problem.note)
+        self._report(mesh, compiled, hardware, seconds, problem)
         return 0
 
-    # --- the step ---
+    def _machine(self) -> Machine | None:
+        figures = figures_of(self.figures)
+        if self.topology is None and figures:
+            raise ValueError("--figures without --topology. Fix: name a machine, for example --topology h100:4x8.")
+        return machine(self.topology, **figures) if self.topology is not None else None
 
     def _mesh(self) -> Mesh:
         sizes = mesh_sizes(self.mesh) if self.mesh is not None else None
@@ -96,25 +104,15 @@ class Compile(Settings):
             )
         return Mesh(devices.reshape(tuple(sizes.values())), tuple(sizes))
 
-    def _step(self, zero: Zero, problem: Problem, inner: optax.GradientTransformation) -> jax.stages.Lowered:
-        """One training step, lowered: gradient, update, donation."""
-        assert problem.loss is not None
-        tx = zero.optimizer(inner)
-        grad_fn = zero.value_and_grad(problem.loss, accumulate=self.accumulate, whole_argnums=problem.whole)
-
-        def step(params: PyTree, state: PyTree, *batch: PyTree) -> PyTree:
-            value, grads = grad_fn(params, *batch)
-            return *zero.apply(tx, grads, state, params), value
-
-        params = _stored_params(zero, problem.params)
-        over = P((*zero.replica_axes, *zero.shard_axes))
-        dealt = lambda i, x: P() if i in problem.whole or not x.shape else over
-        batch = [jax.tree.map(lambda x, i=i: _placed(zero, x, dealt(i, x)), b) for i, b in enumerate(problem.batch, 1)]
-        return jax.jit(step, donate_argnums=(0, 1)).lower(params, tx.init(params), *batch)
-
     # --- the report ---
 
-    def _report(self, mesh: Mesh, memory: Memory, found: Collectives, seconds: float, note: str) -> None:
+    def _report(
+        self, mesh: Mesh, compiled: jax.stages.Compiled, hardware: Machine | None, seconds: float, problem: Problem
+    ) -> None:
+        needed = memory(compiled)
+        amount, unit = tokens_of(problem.batch, problem.whole) or (None, "examples")
+        time_of = predict(compiled, hardware, mesh, tokens=amount) if hardware else None
+        found = time_of.collectives if time_of else collectives(compiled, mesh)
         if self.json:
             output.document(
                 {
@@ -125,22 +123,25 @@ class Compile(Settings):
                     "optimizer": self.optimizer,
                     "jax": jax.__version__,
                     "seconds": seconds,
-                    "memory": dataclasses.asdict(memory) | {"total": memory.total},
+                    "memory": dataclasses.asdict(needed) | {"total": needed.total},
                     "sent": found.sent(),
                     "collectives": [dataclasses.asdict(x) | {"sent": x.sent} for x in found],
-                    "note": note,
+                    "predicted": time_of.to_dict() | {"unit": unit} if time_of else None,
+                    "note": problem.note,
                 }
             )
             return
         axes = " x ".join(f"{name}={size}" for name, size in mesh.shape.items())
         print(f"{self.target}, stage {self.stage}, {self.optimizer}, {self.topology or 'virtual CPU devices'}, {axes}")
         print(f"compiled in {seconds:.1f} s by jax {jax.__version__}")
-        print(memory)
+        print(needed)
         columns = ("collective", "mesh axes", "in a loop", "calls", "sent by each device", "overlapped")
         output.table("collectives of one step", columns, _summary(found), left=3)
         print(f"{size_text(round(found.sent()))} sent by each device")
-        if note:
-            print(note)
+        if time_of:
+            print(time_of.text(unit))
+        if problem.note:
+            print(problem.note)
 
 
 def _default(name: str, devices: int) -> dict[str, int]:
@@ -149,18 +150,6 @@ def _default(name: str, devices: int) -> dict[str, int]:
     if 1 < nodes < devices:
         return {"node": nodes, "local": devices // nodes}
     return {"data": devices}
-
-
-def _placed(zero: Zero, x: jax.ShapeDtypeStruct, spec: P) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(zero.mesh, spec))
-
-
-def _stored_params(zero: Zero, params: PyTree) -> PyTree:
-    """Abstract parameters as they are stored between steps, with their shardings."""
-    axes, _ = resolve_axes(zero, "compile")
-    stored = planned_traffic.stored_params(zero, param_leaves(zero, params, axes.n))
-    specs = zero.specs(stored) if zero.stage == 3 else jax.tree.map(lambda x: P(), stored)
-    return jax.tree.map(lambda x, spec: _placed(zero, x, spec), stored, specs)
 
 
 def _summary(found: Collectives) -> list[tuple[str, ...]]:

@@ -228,6 +228,22 @@ def test_meshes_of_machines():
     assert made("v5e:4x4", 16) == {"data": 16}
 
 
+def test_compile_predicts_the_time_on_a_machine(models, capsys, monkeypatch):
+    """The devices are those of this process, the figures those of the machine."""
+    monkeypatch.setattr(compile, "topology", lambda name: __import__("numpy").array(jax.devices()))
+    arguments = ("compile", "cli_models:mlp", "--topology", "h100:2x4", "--figures", "launch=1,local_latency=1e-9")
+    status, out, _ = run(capsys, *arguments, "--json")
+    found = json.loads(out)["predicted"]
+    assert status == 0
+    assert 1 < found["busy"] <= found["seconds"]
+    assert found["unit"] == "examples"
+    assert found["tokens_per_second"] == pytest.approx(16 / found["seconds"])
+    assert {tuple(row["axes"]) for row in found["rows"]} >= {("node",), ("local",)}
+    status, out, _ = run(capsys, *arguments)
+    assert "predicted, not measured" in out
+    assert "examples per second" in out
+
+
 def test_a_topology_that_the_mesh_does_not_fit(monkeypatch):
     monkeypatch.setattr(compile, "topology", lambda name: __import__("numpy").array(jax.devices()))
     wrong = compile.Compile(target="a:b", topology="h100:1x8", mesh="data=4")
@@ -310,6 +326,11 @@ BAD = [
     (("export", "cli_models.py"), ["cli_models.py", "is a file"]),
     (("compile", "cli_models:mlp", "--topology", "h10:2x8"), ["'h10:2x8' is no known machine", "did you mean 'h100'"]),
     (("compile", "cli_models:mlp", "--topology", "h100:2"), ["nodes x GPUs", "Fix"]),
+    (
+        ("compile", "cli_models:mlp", "--mesh", "data=8", "--figures", "launch=1"),
+        ["--figures without --topology", "Fix"],
+    ),
+    (("compile", "cli_models:mlp", "--topology", "h100", "--figures", "lanch=1"), ["unknown figure", "did you mean"]),
     (("compile", "cli_models:mlp"), ["neither --topology nor --mesh", "Fix"]),
     (("compile", "cli_models:params", *MESH), ["a step needs a loss", "Fix"]),
 ]

@@ -24,6 +24,7 @@ LAYERS = (
         "export",
         "__init__",
         "optax_wrappers",
+        "fit",
         "zero",
         "analysis",
         "checkpoint",

@@ -3,13 +3,25 @@
 import dataclasses
 import re
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
 
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.stages import Compiled
 
 from .._table import fold, table, terminal_width
 from ..jaxpr.collectives import REDUCE, SCATTER
-from .hlo_parser import Groups, HloProgram, Instruction, axes, groups, parse, sizes, text_of
+from .hlo_parser import (
+    Groups,
+    HloProgram,
+    Instruction,
+    axes,
+    called,
+    groups,
+    operand_names,
+    parse,
+    sizes,
+    text_of,
+)
 
 _OPS = re.compile(r"(all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute|ragged-all-to-all)(-start)?")
 #: The computations of TPU programs in which an all-reduce keeps one share of its result.
@@ -35,6 +47,8 @@ class Collective:
         that XLA marks as synchronous.
       hidden: Whether a matrix product stands between them.
       leaf: The parameter it carries, by path, where the program says so: one that travels alone.
+      exposed: Seconds in one call of the program in which the computation waits for it, in `predict(...).collectives`;
+        `None` where no machine is known.
     """
 
     kind: str
@@ -47,6 +61,7 @@ class Collective:
     distance: int | None
     hidden: bool
     leaf: str | None
+    exposed: float | None = None
 
     @property
     def sent(self) -> float:
@@ -116,18 +131,23 @@ def collectives(compiled: Compiled | str, mesh: Mesh | AbstractMesh | None = Non
       [('reduce-scatter', 16384, ('data',))]
     """
     program = parse(text_of("collectives", compiled))
+    shape = known_mesh("collectives", compiled, mesh, program)
+    return Collectives(x.collective for x in placed(program, shape))
+
+
+def known_mesh(call: str, compiled: object, mesh: object, program: HloProgram) -> dict[str, int] | None:
+    """The axes and sizes of the mesh of a program: the one given, checked, or that of its arguments."""
     if mesh is not None:
-        _check_mesh(mesh, program)
-    known = mesh if mesh is not None else _mesh_of(compiled)
-    shape = None if known is None else dict(known.shape)
-    return Collectives(_found(program, shape))
+        _check_mesh(call, mesh, program)
+    known: Any = mesh if mesh is not None else _mesh_of(compiled)
+    return None if known is None else dict(known.shape)
 
 
-def _check_mesh(mesh: object, program: HloProgram) -> None:
+def _check_mesh(call: str, mesh: object, program: HloProgram) -> None:
     if not isinstance(mesh, (Mesh, AbstractMesh)) or mesh.size != program.devices:
         found = f"one of {mesh.size} devices" if hasattr(mesh, "size") else f"a {type(mesh).__name__}"
         raise ValueError(
-            f"collectives: mesh is {found}. Expected the mesh of the program's {program.devices} devices. Fix: leave "
+            f"{call}: mesh is {found}. Expected the mesh of the program's {program.devices} devices. Fix: leave "
             "it out, or pass the mesh that the program was compiled for."
         )
 
@@ -151,19 +171,38 @@ def _leaves(tree: object) -> Iterator[object]:
         yield tree
 
 
-def _found(program: HloProgram, mesh: dict[str, int] | None) -> Iterator[Collective]:
+class Placed(NamedTuple):
+    """A collective, and where its program schedules it.
+
+    Attributes:
+      collective: The collective.
+      computation: The computation of the instruction that starts it, which may be a fusion around it.
+      start: The place of this instruction in the computation.
+      end: The place of the instruction that waits for it; `None` where it is the same.
+    """
+
+    collective: Collective
+    computation: str
+    start: int
+    end: int | None
+
+
+def placed(program: HloProgram, mesh: dict[str, int] | None) -> Iterator[Placed]:
+    """The collectives of a program with their places, in the order of its text."""
     for name, body in program.computations.items():
         begins = any(_BEGINS in x.line for x in body)
         for i, x in enumerate(body):
             op = _OPS.fullmatch(x.op)
             if op and not ("chain_id=" in x.line and not begins):  # the later part of one that has begun already
-                yield _one(program, mesh, name, i, op[1], bool(op[2]))
+                where = _place(program, name, i, bool(op[2]))
+                yield Placed(_one(program, mesh, name, i, where), *where)
 
 
 def _one(
-    program: HloProgram, mesh: dict[str, int] | None, computation: str, index: int, kind: str, started: bool
+    program: HloProgram, mesh: dict[str, int] | None, computation: str, index: int, where: tuple[str, int, int | None]
 ) -> Collective:
     x = program.computations[computation][index]
+    kind, started = x.op.removesuffix("-start"), x.op.endswith("-start")
     members = groups(x.line, program.devices)
     parts = sizes(x.type)
     if started and (kind != REDUCE or x.type.startswith("((")):  # operands stand before results
@@ -172,8 +211,8 @@ def _one(
     if kind == REDUCE and _FUSED_SCATTER.search(computation):
         kind = SCATTER
     over = None if mesh is None else axes(members[0], mesh)
-    waits = '"is_sync":true' in x.line
-    between = None if waits else _between(program, computation, index, started)
+    outer, start, end = where
+    between = None if end is None else program.computations[outer][start + 1 : end]
     return Collective(
         kind,
         full,
@@ -188,36 +227,35 @@ def _one(
     )
 
 
-def _between(program: HloProgram, computation: str, index: int, started: bool) -> list[Instruction] | None:
-    """The instructions between the start of a collective and its end; `None` where it has no end of its own."""
+def _place(program: HloProgram, computation: str, index: int, started: bool) -> tuple[str, int, int | None]:
+    """The computation that schedules a collective, the places of its start and of its end, if that is another one."""
     body = program.computations[computation]
     if started:
-        return _until(body, index, lambda y: y.op.endswith("-done"))
-    if not any(_BEGINS in y.line for y in body):
-        return None
+        waits = '"is_sync":true' in body[index].line
+        return computation, index, None if waits else _until(body, index, lambda y: y.op.endswith("-done"))
     for caller, *_ in program.callers.get(computation, ()):
         outer = program.computations[caller]
-        start = next(i for i, y in enumerate(outer) if f"calls=%{computation}," in f"{y.line},")
-        ends = lambda y: any(_ENDS in z.line for c in _calls(y) for z in program.computations.get(c, ()))
-        return _until(outer, start, ends)
-    return None
+        start = next((i for i, y in enumerate(outer) if f"calls=%{computation}," in f"{y.line},"), None)
+        if start is None or outer[start].op != "fusion":
+            continue
+        if not any(_BEGINS in y.line for y in body):
+            return caller, start, None
+        ends = lambda y: any(_ENDS in z.line for c in called(y.line) for z in program.computations.get(c, ()))
+        return caller, start, _until(outer, start, ends)
+    return computation, index, None
 
 
-def _until(body: list[Instruction], start: int, ends: Callable[[Instruction], bool]) -> list[Instruction] | None:
-    """The instructions after `start` up to the one that `ends` it: it uses the start, or what was made from it."""
+def _until(body: list[Instruction], start: int, ends: Callable[[Instruction], bool]) -> int | None:
+    """The place of the instruction that `ends` what `start` began: it uses the start, or what was made from it."""
     made = {body[start].name}
     for i in range(start + 1, len(body)):
         y = body[i]
-        if made.isdisjoint(re.findall(r"%([\w.\-]+)", y.line.partition(y.op + "(")[2])):
+        if made.isdisjoint(operand_names(y)):
             continue
         if ends(y):
-            return body[start + 1 : i]
+            return i
         made.add(y.name)
     return None
-
-
-def _calls(x: Instruction) -> list[str]:
-    return re.findall(r"calls=%?([\w.\-]+)", x.line)
 
 
 def _leaf(x: Instruction, arrays: int) -> str | None:

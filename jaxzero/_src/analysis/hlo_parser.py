@@ -93,7 +93,7 @@ class HloProgram:
         """Whether a matrix product or convolution is in an instruction, or in what it calls."""
         if instruction.op in ("dot", "convolution") or _PRODUCT.search(instruction.line):
             return True
-        return any(name in self._with_products for name in _called(instruction.line))
+        return any(name in self._with_products for name in called(instruction.line))
 
     @functools.cached_property
     def _with_products(self) -> set[str]:
@@ -118,7 +118,7 @@ class HloProgram:
                 number = re.search(r" parameter\((\d+)\)", x.line)
                 name = re.search(r'op_name="((?:[^"\\]|\\.)*)"', x.line)
                 text = name[1].replace("\\'", "'").replace('\\"', '"') if name else ""
-                out.append(HloArgument(int(number[1]) if number else -1, text, _dims(x.type), nbytes(x.type)))
+                out.append(HloArgument(int(number[1]) if number else -1, text, array_type(x.type)[1], nbytes(x.type)))
         return sorted(out)
 
     def reused(self) -> set[int]:
@@ -140,15 +140,13 @@ def parse(text: str) -> HloProgram:
             computations[here] = []
         elif found := _LINE.match(line):
             computations.setdefault(here, []).append(Instruction(found[1], found[2], found[3], line))
-            trip_count = _trip_count(line, computations)
-            for name in _called(line):
-                callers.setdefault(name, []).append(
-                    (here, trip_count, f"body=%{name}" in line or f"body={name}" in line)
-                )
+            runs = trip_count(line, computations)
+            for name in called(line):
+                callers.setdefault(name, []).append((here, runs, f"body=%{name}" in line or f"body={name}" in line))
     return HloProgram(lines[0] if lines else "", computations, entry, callers)
 
 
-def _trip_count(line: str, computations: dict[str, list[Instruction]]) -> int:
+def trip_count(line: str, computations: dict[str, list[Instruction]]) -> int:
     """How often a loop runs: from XLA's annotation, or from its condition that counts up to a constant (TPU)."""
     if known := _TRIP_COUNT.search(line):
         return int(known[1])
@@ -162,11 +160,36 @@ def _trip_count(line: str, computations: dict[str, list[Instruction]]) -> int:
     return 1
 
 
-def _called(line: str) -> list[str]:
+def body_of(line: str) -> str:
+    """The computation that a loop repeats."""
+    found = re.search(r"body=%?([\w.\-]+)", line)
+    return found[1] if found else ""
+
+
+def branches_of(line: str) -> list[str]:
+    """The computations of which a conditional runs one."""
+    if branches := _BRANCHES.search(line):
+        return [name.strip().lstrip("%") for name in branches[1].split(",")]
+    return re.findall(r"(?:true|false)_computation=%?([\w.\-]+)", line)
+
+
+def called(line: str) -> list[str]:
+    """The computations that an instruction calls."""
     called = _CALLEES.findall(line)
     if branches := _BRANCHES.search(line):
         called += [name.strip().lstrip("%") for name in branches[1].split(",")]
     return called
+
+
+def operand_names(x: Instruction) -> list[str]:
+    """The names of the operands of an instruction."""
+    text, depth = x.line.partition(f" {x.op}(")[2], 1
+    for i, letter in enumerate(text):
+        depth += (letter == "(") - (letter == ")")
+        if depth == 0:
+            text = text[:i]
+            break
+    return re.findall(r"%([\w.\-]+)", text)
 
 
 # --- types ---------------------------------------------------------------------------------------
@@ -182,10 +205,10 @@ def nbytes(type_text: str) -> int:
     return sum(sizes(type_text))
 
 
-def _dims(type_text: str) -> tuple[int, ...]:
-    """The shape of an array."""
+def array_type(type_text: str) -> tuple[str, tuple[int, ...]]:
+    """Dtype and shape of an array; of the first one of a tuple."""
     found = _ARRAY.search(type_text)
-    return tuple(int(d) for d in found[2].split(",") if d) if found else ()
+    return (found[1], tuple(int(d) for d in found[2].split(",") if d)) if found else ("", ())
 
 
 def _width(kind: str) -> int:

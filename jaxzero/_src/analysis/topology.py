@@ -73,7 +73,7 @@ def topology(name: str, *, nodes: int | None = None, per_node: int | None = None
     References:
       Ahead-of-time compilation in JAX: `jax.experimental.topologies`.
     """
-    kind, sizes = _parse(name, nodes, per_node)
+    kind, sizes = parse_topology(name, nodes, per_node)
     if kind in _TPUS:
         return _tpus(kind, sizes)
     return _gpus(kind, *sizes)
@@ -81,10 +81,11 @@ def topology(name: str, *, nodes: int | None = None, per_node: int | None = None
 
 def is_gpu(name: str) -> bool:
     """Whether a name is that of a machine with GPUs."""
-    return _parse(name, None, None)[0] in _GPUS
+    return parse_topology(name)[0] in _GPUS
 
 
-def _parse(name: Any, nodes: Any, per_node: Any) -> tuple[str, tuple[int, ...]]:
+def parse_topology(name: Any, nodes: Any = None, per_node: Any = None) -> tuple[str, tuple[int, ...]]:
+    """The kind of a machine and its sizes."""
     kind, colon, grid = str(name).strip().lower().partition(":")
     if kind not in (*_GPUS, *_TPUS):
         known = [*_GPUS, *_TPUS]
