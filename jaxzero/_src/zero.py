@@ -106,10 +106,10 @@ class Zero(Options):
         """Wraps any Optax optimizer: its state is split, its updates are those of the unsharded run.
 
         `init` and `update` are as Optax defines them. In the global view `update` takes gradients that
-        are the mean over the whole batch, whole or split. Inside a user's `shard_map` a share-shaped leaf
-        is already reduced and split; a full leaf that varies is this device's own gradient and is reduced
-        as the stage prescribes. State keeps the inner optimizer's tree; its arrays are plain,
-        `1/N` per device. Put the wrapper outermost: `zero.optimizer(optax.chain(clip, adamw))`.
+        are the mean over the whole batch, whole or split. Inside a user's `shard_map` a share-shaped leaf is already
+        reduced and split; a full leaf that varies is this device's own gradient and is reduced as the stage prescribes.
+        State keeps the inner optimizer's tree; its arrays are plain, `1/N` per device. Put the wrapper outermost:
+        `zero.optimizer(optax.chain(clip, adamw))`.
 
         Args:
           inner: An `optax.GradientTransformation`, with or without extra arguments.
@@ -117,8 +117,7 @@ class Zero(Options):
             already; ``"local"`` that they are this device's own.
 
         Returns:
-          An `optax.GradientTransformationExtraArgs`. Communication: that of the stage, and what
-          `explain` prints for the inner optimizer.
+          An `optax.GradientTransformationExtraArgs`. Communication: that of the stage, and what `explain` prints.
 
         Raises:
           ValueError: By leaf path, for gradients or state that do not fit.
@@ -289,9 +288,8 @@ class Zero(Options):
     ) -> Callable[..., PyTree]:
         """The mean loss over the whole global batch and its gradient, reduced as the stage prescribes.
 
-        The loss is differentiated on each device's own examples (the local mean); the mean over devices
-        is taken once, here. Mesh axis names are bound in it, so `lax.pmean` and
-        `BatchNorm(axis_name=...)` have the whole-batch meaning; otherwise it sees one device's examples.
+        The loss is differentiated on each device's own examples (the local mean); the mean over devices is taken once,
+        here. Mesh axis names are bound in it, so `lax.pmean` and `BatchNorm(axis_name=...)` mean the whole batch.
 
         Args:
           loss_fn: `loss_fn(params, *batch) -> loss`, the mean over examples, for one device; or
@@ -312,24 +310,23 @@ class Zero(Options):
           aux: How leaves of aux are joined over devices and micro-steps, where the default does not fit: ``"mean"``,
             ``"concat"`` (along the leading dimension), ``"max"`` or ``"sum"``, for all leaves; or a tree of these like
             aux or a part of it; or a function of (key path, abstract leaf). `None`, for a leaf too: the default.
-          whole_argnums: Positions of arguments (the parameters are 0) that are given whole to every
-            device: batch statistics, schedules. All others are cut on their leading dimension over all
-            devices; scalars are whole.
-          fold_keys: Whether a scalar typed key is folded with the device's index, so that dropout
-            differs between devices. Arrays of keys are data and are cut. Keys named in `whole_argnums`
-            are never folded.
+          whole_argnums: Positions of arguments (the parameters are 0) that are given whole to every device, by position
+            or by keyword: tables, schedules. All others are cut on their leading dimension, which they must have in
+            common, over all devices; scalars are whole.
+          fold_keys: Whether a scalar typed key is folded with the device's index, so that dropout differs between
+            devices. Arrays of keys are data and are cut. Keys named in `whole_argnums` are never folded.
 
         Returns:
-          `grad_fn(params, *batch) -> (loss, grads)` or `((loss, aux), grads)`. Gradients are whole at
-          stage 1 (all-reduce); from stage 2 on they are split: arrays cut in rows, or `EvenSplit`
-          (reduce-scatter). At stage 3 each parameter is gathered where it is used, forward and backward.
-          Inside a user's `shard_map` gradients are shares at every stage.
-          Leaves of integer, bool or key dtype and empty ones are no error, as they are for `jax.grad`: their
-          gradient is zeros (of a key, of dtype `float0`), and `apply` and the optimizer leave them unchanged.
+          `grad_fn(params, *batch) -> (loss, grads)` or `((loss, aux), grads)`. Gradients are whole at stage 1
+          (all-reduce); from stage 2 on they are split: arrays cut in rows, or `EvenSplit` (reduce-scatter). At stage 3
+          each parameter is gathered where it is used, forward and backward. Inside a user's `shard_map` gradients are
+          shares at every stage. Leaves of integer, bool or key dtype and empty ones are no error, as they are for
+          `jax.grad`: their gradient is zeros (of a key, `float0`); `apply` and the optimizer leave them unchanged.
 
         Raises:
-          ValueError: For a batch that does not divide, a loss that is no floating scalar, an aux leaf of
-            which cannot be told how it is joined, parameters that are not stored as this stage says, ordered effects.
+          ValueError: For a batch that does not divide, arrays with different numbers of examples, a loss that is no
+            floating scalar, an aux leaf of which cannot be told how it is joined, parameters that are not stored as
+            this stage says, ordered effects.
 
         Examples:
           >>> import jax, jax.numpy as jnp, jaxzero
@@ -354,9 +351,8 @@ class Zero(Options):
     ) -> Callable[..., PyTree]:
         """A function of the parameters, without gradients: evaluation, generation.
 
-        Each device runs `fn` on its own examples. At stage 3 parameters are gathered where they are used,
-        once per use, and dropped again, as in `value_and_grad`: `M(N-1)/N` bytes per device if each is
-        used once. Nothing is kept between calls, so results are those of the parameters given.
+        Each device runs `fn` on its own examples. At stage 3 parameters are gathered where they are used, once per use,
+        and dropped again, as in `value_and_grad`: `M(N-1)/N` bytes per device if each is used once.
 
         Args:
           fn: `fn(params, *batch)`, written for one device and full parameters; returns any tree.
@@ -384,8 +380,8 @@ class Zero(Options):
     def apply(self, tx: Any, grads: PyTree, opt_state: PyTree, params: PyTree, **extra: Any) -> tuple[PyTree, PyTree]:
         """One optimizer step: update, add and cast on the share, then gather the new parameters once.
 
-        Equal to `optax.apply_updates(params, tx.update(...)[0])`, with less temporary memory and, for
-        parameters narrower than the state, fewer bytes: nothing whole but the new parameters exists.
+        Equal to `optax.apply_updates(params, tx.update(...)[0])`, with less temporary memory and, for narrow
+        parameters, fewer bytes: nothing whole but the new parameters exists.
 
         Args:
           tx: What `zero.optimizer` returned.
@@ -395,8 +391,7 @@ class Zero(Options):
           **extra: Extra arguments of the inner `update` (`value=`, `value_fn=`, ...).
 
         Returns:
-          `(new params, new state)`, placed as the old ones. Leaves that are not floating come back
-          as they are.
+          `(new params, new state)`, placed as the old ones. Leaves that are not floating come back as they are.
 
         Raises:
           ValueError: If `tx` is not the wrapped optimizer itself.
@@ -414,21 +409,27 @@ class Zero(Options):
         return tx.calls.apply(grads, opt_state, params, extra)
 
     def observe(
-        self, loss_fn: Callable[..., PyTree], params: PyTree, *batch: PyTree, whole_argnums: int | Sequence[int] = ()
+        self,
+        loss_fn: Callable[..., PyTree],
+        params: PyTree,
+        *batch: PyTree,
+        whole_argnums: int | Sequence[int] = (),
+        **named: PyTree,
     ) -> Self:
         """A `Zero` with a record of how a loss uses its parameters: which leaves a `scan` stacks.
 
-        Traces only: nothing is computed or sent. A leaf whose every use is as the scanned operand of a
-        `scan` is *stacked*: it is split inside each layer, and the scan's body gathers one layer.
+        Traces only: nothing is computed or sent. A leaf whose every use is as the scanned operand of a `scan` is
+        *stacked*: it is split inside each layer, and the scan's body gathers one layer.
 
         Args:
           loss_fn: The loss, as for `value_and_grad`.
           params: Parameters, whole or split, concrete or abstract.
           *batch: The rest of its arguments, global, concrete or abstract.
           whole_argnums: As for `value_and_grad`.
+          **named: Arguments by keyword.
 
         Returns:
-          The same options with `stacked` set and `observed.order`, `observed.unused` filled in.
+          The same options with `stacked` and `observed` filled in.
 
         Raises:
           ValueError: If the loss uses no leaf of the parameters.
@@ -442,7 +443,7 @@ class Zero(Options):
           >>> zero.shard(jnp.ones((3, 16, 16))).addressable_shards[0].data.shape
           (3, 2, 16)
         """
-        observed, stacked = observe(self, loss_fn, params, batch, positions(whole_argnums))
+        observed, stacked = observe(self, loss_fn, params, batch, named, positions(whole_argnums))
         return dataclasses.replace(self, stacked=stacked, observed=observed)
 
     # --- reports: nothing is computed or sent ---
@@ -450,9 +451,8 @@ class Zero(Options):
     def explain(self, inner: optax.GradientTransformation, params: PyTree, **extra: Any) -> Report:
         """What the partitioner does with each equation of `inner.update`, and what it costs.
 
-        Traces only: nothing is computed or sent. Gradients are taken as split, as `value_and_grad` gives
-        them; the collectives of the stage itself come on top. With `param_specs` the update is compiled too, which
-        shows what it moves over the other mesh axes.
+        Traces only: nothing is computed or sent. Gradients are taken as split; the collectives of the stage come on
+        top. With `param_specs` the update is compiled too, which shows what it moves over the other mesh axes.
 
         Args:
           inner: The optimizer, not wrapped.

@@ -1,5 +1,7 @@
 """The traffic of a plan: which leaves share a bucket or a chunk, and what one step sends."""
 
+import dataclasses
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -22,6 +24,7 @@ from ..jaxpr.flat import Var
 from ..jaxpr.trace import Program
 from ..optimizer.trace import naming_missing_extra
 from ..optimizer.wrapper import wrap
+from ..sharding.arguments import whole_arguments
 from ..sharding.axes import Axes
 from ..sharding.layout import Layout
 from ..sharding.leaves import Leaf, Leaves
@@ -36,8 +39,9 @@ def loss_of(options: Options, leaves: Leaves, how: GradOptions) -> ObservedLoss:
     seen = options.observed and options.observed.loss
     if seen is None:
         axes, _ = resolve_axes(options, CALL)
-        return ObservedLoss(default_loss.loss(leaves), (default_loss.batch(axes.n * axes.r * how.accumulate),), ())
-    return ObservedLoss(lambda *args: jax.tree.leaves(seen.fn(*args))[0], seen.batch, seen.whole_argnums)
+        return ObservedLoss(default_loss.loss(leaves), (default_loss.batch(axes.n * axes.r * how.accumulate),), {}, ())
+    value = functools.wraps(seen.fn)(lambda *args, **named: jax.tree.leaves(seen.fn(*args, **named))[0])
+    return dataclasses.replace(seen, fn=value)
 
 
 # --- buckets and chunks --------------------------------------------------------------------------
@@ -130,8 +134,8 @@ def trace(
 
         return mean_gradient(loss.fn, how, spec, params, arrays, watch)
 
-    grad_fn = compiled_per_call(CALL, options, loss.whole_argnums, True, run, how.accumulate)
-    backward, (_, grads) = jax.make_jaxpr(grad_fn, return_shape=True)(stored, *loss.batch)
+    grad_fn = compiled_per_call(CALL, options, whole_arguments(loss.fn, loss.whole_argnums), True, run, how.accumulate)
+    backward, (_, grads) = jax.make_jaxpr(grad_fn, return_shape=True)(stored, *loss.batch, **loss.named)
     tx: Any = wrap(options, optax.sgd(0.0) if inner is None else inner, False)
     apply = lambda g, s, p: tx.calls.apply(g, s, p, {})
     with naming_missing_extra(CALL, "zero.plan(params) for a plan without the optimizer."):

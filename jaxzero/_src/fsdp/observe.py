@@ -16,6 +16,7 @@ from ..jaxpr.compat import open_program, scan_parts
 from ..jaxpr.flat import Flat, Var, flatten
 from ..jaxpr.primitives import CONVERT, COPY, NEG, SCAN
 from ..sharding import checks
+from ..sharding.arguments import whole_arguments
 from ..sharding.axes import for_losses
 from ..sharding.flax_boxes import opened
 from ..sharding.leaves import Leaves, leaves_of
@@ -49,12 +50,14 @@ class ObservedLoss:
 
     Attributes:
       fn: The loss.
-      batch: Its arguments after the parameters, global and abstract.
+      batch: Its positional arguments after the parameters, global and abstract.
+      named: Those that are given by keyword.
       whole_argnums: As for `value_and_grad`.
     """
 
     fn: Callable[..., Any]
     batch: tuple[Any, ...]
+    named: Mapping[str, Any]
     whole_argnums: tuple[int, ...]
 
 
@@ -74,7 +77,12 @@ class Observed:
 
 
 def observe(
-    options: Options, loss_fn: Callable[..., Any], params: PyTree, batch: Sequence[PyTree], whole: Sequence[int]
+    options: Options,
+    loss_fn: Callable[..., Any],
+    params: PyTree,
+    batch: Sequence[PyTree],
+    named: Mapping[str, PyTree],
+    whole_argnums: tuple[int, ...],
 ) -> tuple[Observed, Stacked]:
     """Traces the loss at abstract values, and reads the trace.
 
@@ -82,8 +90,9 @@ def observe(
       options: The options.
       loss_fn: The loss.
       params: Its parameters, whole or split, concrete or abstract.
-      batch: Its other arguments, global, concrete or abstract.
-      whole: Positions of arguments that are given whole to every device.
+      batch: Its other positional arguments, global, concrete or abstract.
+      named: Its arguments by keyword, likewise.
+      whole_argnums: Positions of arguments that are given whole to every device.
 
     Returns:
       What was found, and the predicate that says which leaves are stacked.
@@ -95,17 +104,18 @@ def observe(
     )
     known = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves.leaves]
     count = 1 if manual else axes.n * axes.r
-    counts = (1 if i in whole else count for i in range(1, len(batch) + 1))
-    local = [jax.tree.map(lambda x, n=n: _local(x, n), b) for n, b in zip(counts, batch, strict=True)]
+    whole = whole_arguments(loss_fn, whole_argnums)
+    cut = lambda argument, x: jax.tree.map(functools.partial(_local, count=1 if whole.holds(argument) else count), x)
+    local = [cut(i, x) for i, x in enumerate(batch, 1)], {name: cut(name, x) for name, x in named.items()}
     env = list(zip(axes.every, axes.sizes, strict=True))
-    loss = lambda p, b: loss_fn(opened(leaves.unflatten(p)), *b)
+    loss = lambda p, b: loss_fn(opened(leaves.unflatten(p)), *b[0], **b[1])
     program = trace.trace(loss, known, local, axis_env=env, mesh=for_losses(options.mesh, axes))
     flat = flatten(program.jaxpr, program.consts)
     inputs = dict(zip(flat.inputs[: len(known)], range(len(known)), strict=True))
     layers: dict[int, int] = {}
     _follow(flat, inputs, layers, 0)
-    given = jax.tree.map(lambda x: _local(x, 1), tuple(batch))
-    seen = None if manual else ObservedLoss(loss_fn, given, tuple(whole))
+    given, by_name = jax.tree.map(lambda x: _local(x, 1), (tuple(batch), dict(named)))
+    seen = None if manual else ObservedLoss(loss_fn, given, by_name, whole_argnums)
     return _found(leaves, layers, options, seen)
 
 

@@ -1,7 +1,8 @@
 """The arguments of a loss after its parameters: examples are cut, scalars are whole, keys are folded."""
 
+import collections
 import dataclasses
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 
 import jax
 import numpy as np
@@ -11,6 +12,7 @@ from jax.tree_util import PyTreeDef
 
 from .._text import path_text
 from .._types import PyTree
+from ..sharding.arguments import Whole
 from ..sharding.axes import Axes
 from ..sharding.leaves import is_key
 from ..sharding.vma import varying
@@ -24,11 +26,13 @@ class Argument:
 
     Attributes:
       name: How errors name it.
+      argument: The argument that it is, or is a leaf of: its position, with the parameters as 0, or its keyword.
       cut: Whether its leading dimension is cut over all devices.
       key: Whether it is a scalar key to be folded with the device's index.
     """
 
     name: str
+    argument: int | str
     cut: bool
     key: bool
 
@@ -42,7 +46,7 @@ class Arguments:
     """The arguments of a loss after its parameters, without their arrays.
 
     Attributes:
-      tree: The structure of the positional arguments.
+      tree: The structure of the positional arguments and of those given by keyword.
       static: Their leaves; an array is replaced by a mark.
       arrays: What the arrays are, in order.
     """
@@ -51,8 +55,8 @@ class Arguments:
     static: tuple[Hashable, ...]
     arrays: tuple[Argument, ...]
 
-    def rebuild(self, arrays: Sequence[Array]) -> tuple[PyTree, ...]:
-        """The positional arguments, with `arrays` in their places."""
+    def rebuild(self, arrays: Sequence[Array]) -> tuple[tuple[PyTree, ...], dict[str, PyTree]]:
+        """The positional arguments and those given by keyword, with `arrays` in their places."""
         rest = iter(arrays)
         leaves = [next(rest) if isinstance(x, _Array) else x for x in self.static]
         return jax.tree.unflatten(self.tree, leaves)
@@ -70,7 +74,8 @@ class _Array:
 
 def sort_arguments(
     batch: tuple[PyTree, ...],
-    whole_argnums: Sequence[int],
+    named: Mapping[str, PyTree],
+    whole: Whole,
     fold_keys: bool,
     traced: bool,
     call: str = "value_and_grad",
@@ -82,7 +87,8 @@ def sort_arguments(
 
     Args:
       batch: The positional arguments after the parameters.
-      whole_argnums: Positions of those that are given whole to every device.
+      named: The arguments given by keyword.
+      whole: Which of them are given whole to every device.
       fold_keys: Whether scalar keys are folded with the device's index.
       traced: Whether the call stands under a trace.
       call: The name of the call, for errors.
@@ -90,14 +96,15 @@ def sort_arguments(
     Returns:
       The arguments without their arrays, and the arrays.
     """
-    wrong = [i for i in whole_argnums if not 1 <= i <= len(batch)]
+    known = {*range(1, len(batch) + 1), *(whole.position(name) for name in named)}
+    wrong = [i for i in whole.positions if i not in known]
     if wrong:
         raise ValueError(
-            f"{call}: whole_argnums={tuple(whole_argnums)} names position {wrong[0]}. Expected "
-            f"positions of the loss's arguments after the parameters, 1 to {len(batch)}. Fix: count the "
+            f"{call}: whole_argnums={whole.positions} names position {wrong[0]}. Expected "
+            f"positions of the loss's arguments after the parameters, 1 to {len(batch) + len(named)}. Fix: count the "
             "parameters as 0, as jax.jit's static_argnums does."
         )
-    pairs, tree = jax.tree_util.tree_flatten_with_path(batch)
+    pairs, tree = jax.tree_util.tree_flatten_with_path((batch, dict(named)))
     static: list[Hashable] = []
     kinds: list[Argument] = []
     arrays: list[Array] = []
@@ -106,13 +113,13 @@ def sort_arguments(
         if not (hasattr(x, "dtype") and hasattr(x, "shape")) and (traced or not number):
             static.append(x)
             continue
-        position = path[0].idx + 1
-        name = f"argument {position}"
-        if len(path) > 1:
-            name += f", leaf {path_text(path[1:])!r}"
-        whole = position in whole_argnums
+        argument = path[1].key if path[0].idx else path[1].idx + 1
+        name = f"argument {argument!r}"
+        if len(path) > 2:
+            name += f", leaf {path_text(path[2:])!r}"
+        cut = not whole.holds(argument)
         scalar_key = np.ndim(x) == 0 and is_key(getattr(x, "dtype", np.float32))
-        kinds.append(Argument(name, not whole and np.ndim(x) > 0, scalar_key and fold_keys and not whole))
+        kinds.append(Argument(name, argument, cut and np.ndim(x) > 0, scalar_key and fold_keys and cut))
         static.append(_Array())
         arrays.append(x)
     return Arguments(tree, tuple(static), tuple(kinds)), arrays
@@ -130,16 +137,50 @@ def check_divides(
     for argument, x in zip(arguments, arrays, strict=True):
         size = shares * replicas * steps
         if argument.cut and x.shape[0] % size:
-            raw_key = x.shape[-1:] == (2,) and x.dtype == np.uint32
             fix = (
-                "for a PRNG key use jax.random.key (a typed, scalar key)"
-                if raw_key
+                _TYPED_KEY
+                if _is_raw_key(x)
                 else "drop or pad the partial last batch, or name the argument in whole_argnums if it is no batch"
             )
             raise ValueError(
                 f"{call}: {argument.name} has leading dimension {x.shape[0]} (shape {tuple(x.shape)}), which does "
                 f"not divide by {size} ({shares} shares x {replicas} replicas x {steps} micro-steps). Fix: {fix}."
             )
+
+
+def check_agree(
+    arguments: Sequence[Argument], arrays: Sequence[Array], whole: Whole, call: str = "value_and_grad"
+) -> None:
+    """Refuses arrays that would be cut but have another number of examples than the others: a small table."""
+    pairs = [(a, x) for a, x in zip(arguments, arrays, strict=True) if a.cut]
+    cut = sorted(pairs, key=lambda pair: whole.position(pair[0].argument) or len(pairs) + len(whole.names))
+    counts = collections.Counter(x.shape[0] for _, x in cut)
+    if len(counts) < 2:
+        return
+    most = max(counts, key=counts.__getitem__)  # of equally many the first, which holds the examples
+    other, example = next((a, x) for a, x in cut if x.shape[0] == most)
+    odd, x = next((a, x) for a, x in cut if x.shape[0] != most)
+    if _is_raw_key(x):
+        fix = _TYPED_KEY
+    elif (position := whole.position(odd.argument)) is None or odd.argument in [
+        a.argument for a, x in cut if x.shape[0] == most
+    ]:
+        fix = "make it a positional argument of its own, and name that in whole_argnums"
+    else:
+        fix = f"whole_argnums={position} gives argument {odd.argument!r} whole to every device"
+    raise ValueError(
+        f"{call}: {odd.name} has leading dimension {x.shape[0]} (shape {tuple(x.shape)}), but {other.name} has {most} "
+        f"(shape {tuple(example.shape)}), and both would be cut over devices and micro-steps. Expected the same number "
+        f"of examples in all of them. Fix: {fix}. If it holds examples, reshape or pad it to a leading dimension of "
+        f"{most}."
+    )
+
+
+_TYPED_KEY = "for a PRNG key use jax.random.key (a typed, scalar key)"
+
+
+def _is_raw_key(x: Array) -> bool:
+    return bool(x.shape[-1:] == (2,) and x.dtype == np.uint32)
 
 
 def fold(arguments: Sequence[Argument], arrays: Sequence[Array], axes: Axes) -> list[Array]:

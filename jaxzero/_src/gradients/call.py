@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeVar
 
@@ -17,12 +18,14 @@ from ..jaxpr.varying import Vary, unchecked, varying_over
 from ..optimizer.checks import RESHARD
 from ..sharding import axes as sharding_axes
 from ..sharding import checks, host, place
+from ..sharding.arguments import Whole
 from ..sharding.axes import Axes
+from ..sharding.flax_boxes import opened
 from ..sharding.layout import is_split
 from ..sharding.leaves import Leaves, unwrap
 from ..sharding.options import Options, memory_kind, param_leaves, resolve_axes
 from ..sharding.regions import open_region
-from .batch import Arguments, check_divides, fold, sort_arguments
+from .batch import Arguments, check_agree, check_divides, fold, sort_arguments
 
 Array = jax.Array
 T = TypeVar("T")
@@ -81,6 +84,11 @@ class CallSpec:
         cut = lambda x: (np.shape(x)[0] // count, *np.shape(x)[1:])
         shapes = [cut(x) if a.cut else np.shape(x) for a, x in zip(self.arguments.arrays, arrays, strict=True)]
         return [jax.ShapeDtypeStruct(s, jnp.result_type(x)) for s, x in zip(shapes, arrays, strict=True)]
+
+    def call(self, fn: Callable[..., PyTree], params: Sequence[Array], arrays: Sequence[Array]) -> PyTree:
+        """The user's function of whole parameters and arrays of the batch."""
+        batch, named = self.arguments.rebuild(arrays)
+        return fn(opened(self.leaves.unflatten(params)), *batch, **named)
 
     @property
     def axis_env(self) -> list[tuple[str, int]]:
@@ -169,7 +177,7 @@ def cached_by_callable(make: Callable[..., T]) -> Callable[..., T]:
 def compiled_per_call(
     call: str,
     options: Options,
-    whole_argnums: Sequence[int],
+    whole: Whole,
     fold_keys: bool,
     run: Callable[[CallSpec, Sequence[Array], Sequence[Array]], T],
     steps: int = 1,
@@ -181,7 +189,7 @@ def compiled_per_call(
     Args:
       call: The name of the call, for errors.
       options: The options.
-      whole_argnums: Positions of arguments that are given whole to every device.
+      whole: Which arguments are given whole to every device.
       fold_keys: Whether scalar keys are folded with the device's index.
       run: Takes a `CallSpec`, the arrays of the parameters and the arrays of the batch.
       steps: Into how many microbatches the examples of each device are cut.
@@ -191,14 +199,17 @@ def compiled_per_call(
     """
     compiled: dict[tuple[CallSpec, bool], Callable[..., T]] = {}
 
-    def wrapped(params: PyTree, *batch: Any) -> T:
+    def wrapped(params: PyTree, /, *batch: Any, **named: Any) -> T:
         axes, manual = resolve_axes(options, call)
-        traced = manual or place.is_traced((params, batch))
-        arguments, arrays = sort_arguments(batch, whole_argnums, fold_keys, traced, call)
+        traced = manual or place.is_traced((params, batch, named))
+        arguments, arrays = sort_arguments(batch, named, whole, fold_keys, traced, call)
         leaves = _param_leaves(call, params, axes, options, manual)
         spec = CallSpec(options, axes, manual, leaves, arguments, steps)
         flat = jax.tree.leaves(params)
-        check_divides(arguments.arrays, arrays, (1, 1) if manual else (axes.n, axes.r), steps, call)
+        sizes = (1, 1) if manual else (axes.n, axes.r)
+        check_divides(arguments.arrays, arrays, sizes, steps, call)
+        if math.prod(sizes) * steps > 1:
+            check_agree(arguments.arrays, arrays, whole, call)
         if not manual:
             flat, arrays = _placed(call, spec, flat, arrays)
         if traced:

@@ -18,7 +18,7 @@ from ..fsdp.schedule import schedule_gathers
 from ..jaxpr import dependence
 from ..jaxpr.flat import flatten
 from ..jaxpr.varying import Vary
-from ..sharding.flax_boxes import opened
+from ..sharding.arguments import whole_arguments
 from ..sharding.options import Options, gather_options, reduce_options
 from ..sharding.vma import varying
 from . import checks
@@ -35,13 +35,12 @@ def forward(
     options: Options, fn: Callable[..., Any], whole_argnums: tuple[int, ...], fold_keys: bool
 ) -> Callable[..., Any]:
     """See `Zero.forward`; the same function for the same arguments, so that caches work."""
-    return compiled_per_call(CALL, options, whole_argnums, fold_keys, functools.partial(_run, fn))
+    return compiled_per_call(CALL, options, whole_arguments(fn, whole_argnums), fold_keys, functools.partial(_run, fn))
 
 
 def _run(fn: Callable[..., Any], spec: CallSpec, params: Sequence[Array], arrays: Sequence[Array]) -> PyTree:
     """The results of one call, as users get them: traced, scheduled and evaluated as a gradient program is."""
-    call = lambda p, b: fn(opened(spec.leaves.unflatten(p)), *spec.arguments.rebuild(b))
-    program = trace_sharded(CALL, call, spec, arrays)
+    program = trace_sharded(CALL, functools.partial(spec.call, fn), spec, arrays)
     flat = flatten(program.jaxpr)
     layouts = share_layouts(spec, program, flat)
     schedule = schedule_gathers(flat, layouts, {}, gather_options(spec.options, spec.axes))

@@ -13,7 +13,6 @@ from .._types import PyTree
 from ..comm.reduce import GradReducer, Summand
 from ..jaxpr import dependence, trace
 from ..jaxpr.varying import Vary
-from ..sharding.flax_boxes import opened
 from ..sharding.layout import Layout
 from ..sharding.leaves import Leaf
 from ..sharding.options import reduce_options
@@ -72,8 +71,7 @@ class LocalLoss:
 
     def call(self, params: Sequence[Array], arrays: Sequence[Array]) -> tuple[Array, Array | None, PyTree]:
         """The loss, its weight and aux (`None` without), from whole parameters and one device's examples."""
-        out = self.fn(opened(self.spec.leaves.unflatten(params)), *self.spec.arguments.rebuild(arrays))
-        return checks.split_result(CALL, out, self.how)
+        return checks.split_result(CALL, self.spec.call(self.fn, params, arrays), self.how)
 
     def differentiate(
         self, params: Sequence[Array], arrays: Sequence[Array], check: Callable[[Array], None] = _no_check

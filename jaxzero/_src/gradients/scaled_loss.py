@@ -15,9 +15,9 @@ def scaled(loss_fn: Callable[..., Any], how: GradOptions) -> Callable[..., Any]:
     """The loss times a scale, which is one more argument: the last."""
 
     @functools.wraps(loss_fn)
-    def times_scale(params: PyTree, *arguments: PyTree) -> PyTree:
+    def times_scale(params: PyTree, *arguments: PyTree, **named: PyTree) -> PyTree:
         *batch, scale = arguments
-        out = loss_fn(params, *batch)
+        out = loss_fn(params, *batch, **named)
         value, *aux = out if how.has_aux else (out,)
         times = lambda x: x.astype(jnp.promote_types(x.dtype, scale.dtype)) * scale
         value = (times(value[0]), *value[1:]) if how.weighted else times(value)
@@ -29,9 +29,9 @@ def scaled(loss_fn: Callable[..., Any], how: GradOptions) -> Callable[..., Any]:
 def with_scale(plain: Callable[..., Any], times_scale: Callable[..., Any], how: GradOptions) -> Callable[..., Any]:
     """`grad_fn(params, *batch, loss_scale=None)`: gradients of the scaled loss, and the loss without the scale."""
 
-    def grad_fn(params: PyTree, *batch: PyTree, loss_scale: ArrayLike | None = None) -> PyTree:
+    def grad_fn(params: PyTree, /, *batch: PyTree, loss_scale: ArrayLike | None = None, **named: PyTree) -> PyTree:
         if loss_scale is None:
-            return plain(params, *batch)
+            return plain(params, *batch, **named)
         if np.shape(loss_scale) or not jnp.issubdtype(jnp.result_type(loss_scale), jnp.floating):
             raise ValueError(
                 f"value_and_grad: loss_scale has shape {np.shape(loss_scale)} and dtype "
@@ -39,7 +39,7 @@ def with_scale(plain: Callable[..., Any], times_scale: Callable[..., Any], how: 
                 "jaxzero.dynamic_loss_scale."
             )
         scale = jnp.asarray(loss_scale)
-        out, grads = times_scale(params, *batch, scale)
+        out, grads = times_scale(params, *batch, scale, **named)
         value, *aux = out if how.has_aux else (out,)
         value = value / scale
         return ((value, *aux) if how.has_aux else value), grads

@@ -10,6 +10,7 @@ import numpy as np
 
 from .._types import PyTree
 from ..jaxpr.varying import Vary
+from ..sharding.arguments import whole_arguments
 from ..sharding.leaves import is_key, wrap_padded
 from ..sharding.options import Options
 from . import scaled_loss
@@ -31,7 +32,7 @@ def value_and_grad(
 
     def of(fn: Callable[..., Any]) -> Callable[..., Any]:
         run = functools.partial(mean_gradient, fn, how)
-        return compiled_per_call(CALL, options, whole_argnums, fold_keys, run, how.accumulate)
+        return compiled_per_call(CALL, options, whole_arguments(fn, whole_argnums), fold_keys, run, how.accumulate)
 
     return scaled_loss.with_scale(of(loss_fn), of(scaled_loss.scaled(loss_fn, how)), how)
 
