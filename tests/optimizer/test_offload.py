@@ -171,8 +171,7 @@ def cut(inner, bucket_bytes):
     params = {k: jnp.ones((16, 4)) for k in "abcd"}
     calls = zero.optimizer(inner).calls
     state = calls.init(params)
-    calls.apply(params, state, params, {})
-    (body,) = [x.step for x in calls._cached.values() if type(x.step).__name__ == "Update"]
+    body = calls._trace_update(calls._read(True, params, state, params, {}))
     program = body.traced.program.jaxpr
     held = range(body.traced.grads, body.traced.grads + len(body.traced.state))
     held = [i for i in held if program.invars[i].aval.shape]

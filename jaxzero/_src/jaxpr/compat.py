@@ -82,3 +82,8 @@ def as_weak(x: jax.Array) -> jax.Array:
 def is_weak(x: ArrayLike | jax.ShapeDtypeStruct) -> bool:
     """Whether an array, abstract or not, has the weak type that Python's numbers have."""
     return isinstance(x, (bool, int, float, complex)) or bool(getattr(x, "weak_type", False))
+
+
+def trace_of(x: object) -> Any:
+    """The trace to which an array belongs, `None` if it is not traced; private (0.10 and 0.12)."""
+    return getattr(x, "_trace", None) if isinstance(x, jax.core.Tracer) else None

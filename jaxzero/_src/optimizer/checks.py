@@ -75,10 +75,12 @@ def gradients(
         wanted = by_path.get(leaf.path) or _ending(leaf, params)
         share = wanted.layout.local_shape if wanted.layout else None
         if leaf.shape != wanted.shape and not (manual and leaf.shape == share):
+            fix = "pass the gradient of these parameters, split by the same Zero."
+            if leaf.shape[1:] == wanted.shape:
+                fix = f"its mean over examples, if these are per-example gradients: {PER_EXAMPLE}"
             raise ValueError(
                 f"{call}: gradient leaf {path_text(leaf.path)!r} has shape {leaf.shape}; expected the "
-                f"parameter's shape {wanted.shape}. Fix: pass the gradient of these parameters, split "
-                "by the same Zero."
+                f"parameter's shape {wanted.shape}. Fix: {fix}"
             )
         if is_split(x):
             kind = wanted.layout.kind if wanted.layout else "whole"
@@ -117,6 +119,10 @@ def _ending(leaf: Leaf, params: Leaves) -> Leaf:
 RESHARD = "params = zero.shard(params) with this Zero; if another one has split them, zero.gather with that one first."
 
 
+#: What to do about gradients that keep a dimension of examples.
+PER_EXAMPLE = "jax.tree.map(lambda g: jnp.mean(g, 0), grads)."
+
+
 def stored_shape(call: str, what: str, path: Path, shape: Shape, wanted: Shape, n: int) -> None:
     """Refuses a stored array of another length: it was split for another number of devices."""
     if tuple(shape) != tuple(wanted):
@@ -128,9 +134,18 @@ def stored_shape(call: str, what: str, path: Path, shape: Shape, wanted: Shape, 
         )
 
 
-def state_arrays(call: str, arrays: Sequence[jax.Array], leaves: Sequence[StateLeaf], axes: Axes) -> None:
+def state_arrays(
+    call: str, arrays: Sequence[jax.Array], leaves: Sequence[StateLeaf], axes: Axes, no_params: bool
+) -> None:
     """Refuses state of another layout where lengths or concrete arrays show it."""
     for x, leaf in zip(arrays, leaves, strict=True):
+        if no_params and np.shape(x) != leaf.stored_shape:
+            raise ValueError(
+                f"{call}: state leaf {path_text(leaf.path)!r} has shape {np.shape(x)}; expected {leaf.stored_shape}, "
+                "as the gradients are shaped. The state belongs to another layout or model, or the gradients are not "
+                "shaped as the parameters. Fix: pass the parameters too, tx.update(grads, state, params); of "
+                f"per-example gradients the mean over examples, {PER_EXAMPLE}"
+            )
         stored_shape(call, "state", leaf.path, np.shape(x), leaf.stored_shape, axes.n)
         sharding = None if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None)
         if leaf.layout is None or not isinstance(sharding, NamedSharding):

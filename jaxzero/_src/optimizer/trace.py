@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import inspect
 import re
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -13,7 +14,7 @@ from jax.tree_util import PyTreeDef
 
 from .._text import path_text
 from .._types import PyTree
-from ..jaxpr.compat import aval, is_weak
+from ..jaxpr.compat import aval, is_weak, trace_of
 from ..jaxpr.trace import Program, trace
 from ..sharding.axes import Axes
 from ..sharding.layout import EvenSplit, is_split
@@ -44,10 +45,6 @@ class Extra:
     static: Mapping[str, Any]
     trees: Mapping[str, Leaves]
     arrays: Mapping[str, tuple[PyTreeDef, tuple[jax.ShapeDtypeStruct, ...]]]
-
-    def key(self) -> tuple[tuple[str, Any], ...]:
-        """What a traced update depends on."""
-        return tuple((k, v) for part in (self.static, self.trees, self.arrays) for k, v in part.items())
 
     def avals(self) -> list[jax.ShapeDtypeStruct]:
         """Abstract leaves of `trees`, then of `arrays`."""
@@ -134,7 +131,32 @@ def _fits(x: StoredLeaf, leaf: Leaf, manual: bool) -> bool:
 
 def trace_init(inner: optax.GradientTransformation, params: Leaves, axes: Axes) -> Program:
     """`inner.init` at full shapes; its result is the state at logical shapes."""
-    return trace(lambda p: inner.init(params.unflatten(p)), params.trace_avals(), axis_env=_env(axes))
+    return _trace(axes, lambda p: inner.init(params.unflatten(p)), params.trace_avals())
+
+
+#: The traces of optimizers that have ended: an array of one of them is of no use in a later one.
+_ended: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def _trace(axes: Axes, f: Callable[..., PyTree], *args: PyTree) -> Program:
+    """`f` at full shapes; refuses arrays that the optimizer computed in an earlier trace and kept."""
+    here: list[Any] = []
+
+    def watched(*args: PyTree) -> PyTree:
+        here.extend(map(trace_of, jax.tree.leaves(args)[:1]))
+        return f(*args)
+
+    program = trace(watched, *args, axis_env=list(zip(axes.every, axes.sizes, strict=True)))
+    for x in program.consts:
+        if trace_of(x) in _ended:
+            raise ValueError(
+                f"optimizer: the optimizer uses an array {x.dtype.name}{list(x.shape)} that it computed in an earlier "
+                "call and kept outside its state. Expected arrays of its arguments or its state: each call is traced, "
+                "as under jax.jit, and what it computes ends with it. Fix: return the array from init as part of the "
+                "state, or compute it before init and update are called, or with NumPy."
+            )
+    _ended.update(here)
+    return program
 
 
 def weak_results(program: Program) -> list[bool]:
@@ -229,11 +251,12 @@ def trace_update(
 
     def program_of(s: PyTree) -> Program:
         given = [] if params is None else params.trace_avals()
-        return trace(step, grads.trace_avals(), s, given, extra.avals(), axis_env=_env(axes))
+        return _trace(axes, step, grads.trace_avals(), s, given, extra.avals())
 
     initial = trace_init(inner, like, axes).out
     abstract = _logical(state, initial, lambda s: program_of(s).out[1])
-    program = program_of(abstract)
+    with _naming_state(state, initial):
+        program = program_of(abstract)
     new, new_state = program.out
     frozen = frozen_paths(inner, like, initial, abstract, axes)
     leaves = lambda s: state_leaves(s, like.leaves, axes.n, frozen)
@@ -252,19 +275,40 @@ def _logical(state: PyTree, initial: PyTree, grow: Callable[[PyTree], PyTree]) -
     """The given state at logical shapes: those of `inner.init`, or of a later step where it grew."""
     tree: Any = jax.tree.structure(state)
     candidate = initial
+    if not (jax.tree.leaves(state) or jax.tree.leaves(initial)):
+        return state  # Optax's stateless transformations take and return anything
     for _ in range(_GROWTHS):
         if jax.tree.structure(candidate) == tree:
             pairs = zip(jax.tree.leaves(candidate), jax.tree.leaves(state), strict=True)
             typed = lambda x, y: jax.ShapeDtypeStruct(x.shape, shape_dtype(y)[1], weak_type=is_weak(y))
             return jax.tree.unflatten(tree, [typed(x, y) for x, y in pairs])
         candidate = grow(candidate)
+    raise _other_structure(state, initial)
+
+
+def _other_structure(state: PyTree, initial: PyTree) -> ValueError:
+    """The error for a state that is not the optimizer's: the leaves that differ, or the trees where none do."""
     paths = lambda t: {path_text(p) for p, _ in jax.tree_util.tree_leaves_with_path(t)}
     here, there = paths(state), paths(initial)
-    raise ValueError(
-        "update: the optimizer state has another structure than this optimizer's. Found leaves "
-        f"{sorted(here - there)[:4]} that it does not have; expected {sorted(there - here)[:4]}. Fix: "
+    found = f"leaves {sorted(here - there)[:4]} that it does not have; expected {sorted(there - here)[:4]}"
+    if here == there:
+        found = "; expected ".join(str(jax.tree.structure(t)) for t in (state, initial))
+    return ValueError(
+        f"update: the optimizer state has another structure than this optimizer's. Found {found}. Fix: "
         "pass the state of tx.init(params) of the same optimizer."
     )
+
+
+@contextlib.contextmanager
+def _naming_state(state: PyTree, initial: PyTree) -> Iterator[None]:
+    """Names the state where an update fails on one without leaves that `init` did not make."""
+    try:
+        yield
+    except (AttributeError, TypeError, ValueError) as error:
+        tree: Any = jax.tree.structure(initial)
+        if jax.tree.structure(state) == tree or jax.tree.leaves(state):
+            raise
+        raise _other_structure(state, initial) from error
 
 
 def logical_state(inner: optax.GradientTransformation, params: Leaves, state: PyTree, axes: Axes) -> PyTree:
@@ -301,7 +345,3 @@ def _belonging(tree: PyTree, like: Leaves) -> Leaves:
         leaf = owner(path, x.shape, by_path)
         out.append(leaf or Leaf(path, x.shape, x.dtype, None))
     return Leaves(tuple(out), jax.tree.structure(tree))
-
-
-def _env(axes: Axes) -> list[tuple[str, int]]:
-    return list(zip(axes.every, axes.sizes, strict=True))

@@ -2,9 +2,8 @@
 
 import contextvars
 import dataclasses
-import functools
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +12,7 @@ import optax
 
 from .._types import ArrayLike, Path, PyTree
 from ..jaxpr.compat import is_weak
-from ..jaxpr.trace import x64
+from ..partition import alike
 from ..sharding import place, vma
 from ..sharding.axes import Axes
 from ..sharding.checks import check_params
@@ -24,10 +23,12 @@ from . import checks, split_regions
 from .step import Arrays, Init, Update
 from .trace import Extra, StoredLeaf, sort_extra, trace_init, trace_update, weak_results
 
+T = TypeVar("T")
+
 #: Set while an inner optimizer is traced: another wrapped one inside it is refused.
 _tracing: contextvars.ContextVar[bool] = contextvars.ContextVar("tracing", default=False)
 
-#: Traced calls that one optimizer keeps: structures, dtypes and callables rarely change.
+#: Compiled calls that one optimizer keeps for eager callers: its programs rarely change.
 _CACHE_SIZE = 32
 
 
@@ -58,23 +59,6 @@ def wrap(options: Options, inner: optax.GradientTransformation, reduced: bool) -
         return calls.update(grads, state, params, extra)
 
     return ShardedOptimizer(calls.init, update, calls)
-
-
-class CachedStep:
-    """A traced call of an optimizer, and what is made of it once."""
-
-    def __init__(self, step: Init | Update) -> None:
-        self.step = step
-
-    @functools.cached_property
-    def regions(self) -> Callable[..., Any]:
-        """The call in manual regions, a function of global arrays."""
-        return split_regions.around(self.step)
-
-    @functools.cached_property
-    def compiled(self) -> Callable[..., Any]:
-        """The same, compiled: for eager callers."""
-        return jax.jit(self.regions)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,19 +98,22 @@ class _Given:
     state: PyTree
 
     def key(self) -> tuple[Hashable, ...]:
-        """What the traced update depends on."""
+        """What an update depends on beside its program."""
         arrays, tree = jax.tree.flatten(self.state)
         dtypes = tuple((jnp.result_type(x), is_weak(x)) for x in arrays)
-        leaves = (self.grads, self.params, self.split, self.split_params, self.extra.key())
-        return (self.call, self.axes, self.manual, *leaves, tree, dtypes)
+        return (self.call, self.axes, self.leaves, self.params, self.split, self.split_params, tree, dtypes)
 
 
 class Calls:
-    """`init`, `update` and `apply` of one wrapped optimizer."""
+    """`init`, `update` and `apply` of one wrapped optimizer.
+
+    The optimizer is traced at each call, so that it reads Python state when plain Optax would: under `jit` when that
+    is traced, eagerly each time. Eager calls with equal programs share a compiled one.
+    """
 
     def __init__(self, options: Options, inner: optax.GradientTransformation, reduced: bool) -> None:
         self.options, self.inner, self.reduced = options, inner, reduced
-        self._cached: dict[Hashable, CachedStep] = {}
+        self._compiled: dict[Hashable, Callable[..., Any]] = {}
 
     def init(self, params: PyTree) -> PyTree:
         """Optimizer state, made in its shares."""
@@ -135,22 +122,19 @@ class Calls:
         leaves, arrays = optimizer_leaves(self.options, "init", params, axes, manual and self.options.stage == 3)
         split = self._split_params("init", leaves, arrays, manual)
 
-        def make() -> Init:
-            program = trace_init(self.inner, leaves, axes)
-            state = state_leaves(program.out, leaves.leaves, axes.n)
-            return Init(self.options, axes, program, leaves.leaves, split, state)
-
-        cached = self._step(("init", axes, leaves, split), make)
-        step = cached.step
-        assert isinstance(step, Init)
-        tree = jax.tree.structure(step.program.out)
+        program = _traced(lambda: trace_init(self.inner, leaves, axes))
+        state = state_leaves(program.out, leaves.leaves, axes.n)
+        step = Init(self.options, axes, program, leaves.leaves, split, state)
+        tree = jax.tree.structure(program.out)
         stored = [unwrap(x) for x in arrays]
         if any(isinstance(x, jax.ShapeDtypeStruct) for x in stored) and not manual:
             return jax.tree.unflatten(tree, self._abstract_state(step))
         if manual:
-            return jax.tree.unflatten(tree, step(stored, step.program.consts))
+            return jax.tree.unflatten(tree, step(stored, program.consts))
         paths = [leaf.path for leaf in leaves.leaves]
-        return jax.tree.unflatten(tree, self._in_regions("init", cached, [paths, None], [stored, step.program.consts]))
+        key = ("init", axes, leaves, split)
+        made = self._in_regions("init", step, key, [paths, None], [stored, program.consts])
+        return jax.tree.unflatten(tree, made)
 
     def update(self, grads: PyTree, state: PyTree, params: PyTree, extra: dict[str, Any]) -> tuple[PyTree, PyTree]:
         """Updates and new state."""
@@ -183,10 +167,8 @@ class Calls:
         return _Given(call, adds, axes, manual, g, p, more, leaves, split, split_p, arrays, p_arrays, others, state)
 
     def _run(self, given: _Given) -> tuple[PyTree, PyTree]:
-        """Traces the update, unless it is cached, runs it and rebuilds the trees."""
-        cached = self._step(given.key(), lambda: self._trace_update(given))
-        step, state = cached.step, jax.tree.leaves(given.state)
-        assert isinstance(step, Update)
+        """Traces the update, runs it and rebuilds the trees."""
+        step, state = _traced(lambda: self._trace_update(given)), jax.tree.leaves(given.state)
         grads = [_reading(x, leaf) for x, leaf in zip(given.grad_arrays, given.leaves, strict=True)]
         params = [unwrap(x) for x in given.param_arrays]
         arrays = [grads, state, params, given.extra_arrays, step.traced.program.consts]
@@ -194,9 +176,9 @@ class Calls:
             checks.local(given.call, step, arrays, self.reduced, given.params is None)
             new, new_state = step(grads, state, params, given.extra_arrays, step.traced.program.consts)
         else:
-            checks.state_arrays(given.call, state, step.traced.state, given.axes)
+            checks.state_arrays(given.call, state, step.traced.state, given.axes, given.params is None)
             paths = [[leaf.path for leaf in leaves] for leaves in (given.leaves, step.traced.state, step.params)]
-            new, new_state = self._in_regions(given.call, cached, [*paths, None, None], arrays)
+            new, new_state = self._in_regions(given.call, step, given.key(), [*paths, None, None], arrays)
         return _assemble(given, step, new, new_state)
 
     def _trace_update(self, given: _Given) -> Update:
@@ -217,35 +199,36 @@ class Calls:
             out.append(share and layout is not None)
         return tuple(out)
 
-    def _step(self, key: Hashable, make: Callable[[], Init | Update]) -> CachedStep:
-        """The traced call for `key`, traced once unless it closed over values being traced."""
-        key = (key, x64())
-        try:
-            cached = self._cached.get(key)
-        except TypeError:  # an extra argument that cannot be hashed
-            return CachedStep(_traced(make))
-        if cached is None:
-            cached = CachedStep(_traced(make))
-            step = cached.step
-            program = step.program if isinstance(step, Init) else step.traced.program
-            if not place.is_traced(program.consts):
-                if len(self._cached) >= _CACHE_SIZE:
-                    self._cached.pop(next(iter(self._cached)))
-                self._cached[key] = cached
-        return cached
-
     def _in_regions(
-        self, call: str, cached: CachedStep, paths: Sequence[list[Path] | None], arrays: Sequence[list[Any]]
+        self,
+        call: str,
+        step: Init | Update,
+        key: tuple[Hashable, ...],
+        paths: Sequence[list[Path] | None],
+        arrays: Sequence[list[Any]],
     ) -> PyTree:
         """The results of a step in manual regions of the library's own; called eagerly it is compiled once."""
-        options, step = self.options, cached.step
+        options = self.options
         planned = place.is_elsewhere(options.mesh) and place.is_traced(arrays)
         place_all = place.place_traced if planned else place.place_all
         placed = [
             place_all(call, options.mesh, path, xs, spec, step.axes, kinds)
             for path, xs, spec, kinds in zip(paths, arrays, step.in_specs, step.in_kinds, strict=True)
         ]
-        return (cached.regions if place.is_traced(placed) else cached.compiled)(*placed)
+        return (split_regions.around(step) if place.is_traced(placed) else self._compile(step, key))(*placed)
+
+    def _compile(self, step: Init | Update, key: tuple[Hashable, ...]) -> Callable[..., Any]:
+        """The step compiled, for eager calls: one that was compiled before, if it has the same program."""
+        program = step.program if isinstance(step, Init) else step.traced.program
+        jaxpr = program.jaxpr
+        # Constants are arguments, so only their shapes count. A cached step keeps the objects alive that a key names.
+        same = alike.key(jaxpr.eqns, [*jaxpr.constvars, *jaxpr.invars], jaxpr.outvars)
+        key = (*key, same, tuple(weak_results(program)))
+        if key not in self._compiled:
+            if len(self._compiled) >= _CACHE_SIZE:
+                self._compiled.pop(next(iter(self._compiled)))
+            self._compiled[key] = jax.jit(split_regions.around(step))
+        return self._compiled[key]
 
     def _abstract_state(self, step: Init) -> list[jax.ShapeDtypeStruct]:
         shapes = [(leaf.stored_shape, leaf.dtype) for leaf in step.state]
@@ -267,7 +250,7 @@ def optimizer_leaves(
     return leaves, arrays
 
 
-def _traced(make: Callable[[], Init | Update]) -> Init | Update:
+def _traced(make: Callable[[], T]) -> T:
     if _tracing.get():
         raise ValueError(
             "optimizer: a wrapped optimizer stands inside a wrapped optimizer. Expected a plain Optax optimizer "
