@@ -161,6 +161,36 @@ def test_keys_differ_between_micro_steps(mesh8):
     assert float(again) in seen
 
 
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg", "unsafe_rbg"])
+def test_every_device_and_micro_step_has_a_key_of_its_own(mesh8, impl, inside):
+    """Two folds of an `unsafe_rbg` key commute: the device's number and then the micro-step's gave 23 keys of 32."""
+    zero, key = jaxzero.Zero(mesh8, stage=3 if inside else 2), jax.random.key(7, impl=impl)
+    loss = lambda p, x, key: (jnp.mean(x * p), jax.random.key_data(key)[None])
+    grad_fn = zero.value_and_grad(loss, has_aux=True, aux="concat", accumulate=4)
+    if inside:
+        out_specs = ((P(), P("data")), P("data"))
+        grad_fn = jax.shard_map(grad_fn, mesh=mesh8, in_specs=(P("data"), P("data"), P()), out_specs=out_specs)
+    (_, found), _ = jax.jit(grad_fn)(zero.shard(jnp.ones(8)), jnp.ones((64, 8)), key)
+    want = [jax.random.key_data(jax.random.fold_in(key, i)) for i in range(32)]
+    assert len({tuple(map(int, x)) for x in found}) == 32
+    np.testing.assert_array_equal(found, want)
+
+
+def test_keys_that_a_user_has_folded_with_the_device(mesh8):
+    """Inside `shard_map` a key may vary already."""
+    zero, key = jaxzero.Zero(mesh8, stage=2), jax.random.key(7, impl="unsafe_rbg")
+    loss = lambda p, x, key: (jnp.mean(x * p), jax.random.key_data(key)[None])
+
+    def run(p, x):
+        mine = jax.random.fold_in(key, jax.lax.axis_index("data"))
+        return zero.value_and_grad(loss, has_aux=True, aux="concat", accumulate=4)(p, x, mine)[0][1]
+
+    region = jax.shard_map(run, mesh=mesh8, in_specs=(P(), P("data")), out_specs=P("data"))
+    found = jax.jit(region)(jnp.ones(8), jnp.ones((64, 8)))
+    assert len({tuple(map(int, x)) for x in found}) == 32
+
+
 @pytest.mark.parametrize("setting", ["stage 1, 8", "stage 2, 8", "stage 3, 3"])
 def test_narrow_parameters_are_added_in_float32(setting):
     """1024 + 1 + 1 + ... is lost in bfloat16; the sum over micro-steps keeps it."""

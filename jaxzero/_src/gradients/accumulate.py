@@ -46,9 +46,9 @@ def add_up(
 
     Args:
       step: Takes the arrays of one microbatch.
-      arguments: What the arrays are: examples are cut on their leading dimension, keys are folded with
-        the number of the microbatch, everything else is the same for all.
-      arrays: This device's arrays.
+      arguments: What the arrays are: examples are cut on their leading dimension, an array of keys has one for each
+        microbatch, everything else is the same for all.
+      arrays: This device's arrays, as `fold` gives them.
       steps: The number of microbatches.
       dtype: The dtype in which gradients are added; narrower ones are widened to it.
       vary: Types a value as different on every device: every sum may be, until it is reduced.
@@ -64,9 +64,10 @@ def add_up(
     keys = [i for i, a in enumerate(arguments) if a.key]
     examples = [arrays[i].reshape(steps, arrays[i].shape[0] // steps, *arrays[i].shape[1:]) for i in cut]
 
-    def microbatch(number: Array, examples: Sequence[Array]) -> Terms:
-        here = replace_at(arrays, cut, examples)
-        return step(replace_at(here, keys, [jax.random.fold_in(here[i], number) for i in keys]))
+    def microbatch(own: Sequence[Array]) -> Terms:
+        return step(replace_at(arrays, [*cut, *keys], own))
+
+    each = [*examples, *(arrays[i] for i in keys)]
 
     added = [i for i, join in enumerate(joins) if join in ("mean", "sum")]
     rest = [i for i, join in enumerate(joins) if join not in ("mean", "sum")]
@@ -75,17 +76,17 @@ def add_up(
         weight, aux = [] if terms.weight is None else [terms.weight], jax.tree.leaves(terms.aux)
         return [terms.value, *weight, *(aux[i] for i in added), *terms.grads]
 
-    first = jax.eval_shape(lambda: microbatch(jnp.int32(0), [x[0] for x in examples]))
+    first = jax.eval_shape(lambda: microbatch([x[0] for x in each]))
     wide = lambda x: jnp.promote_types(x.dtype, dtype) if jnp.issubdtype(x.dtype, jnp.inexact) else x.dtype
     start = [vary(jnp.zeros(x.shape, wide(x))) for x in sums(first)]
 
-    def body(total: list[Array], x: tuple[Array, list[Array]]) -> tuple[list[Array], list[Array]]:
-        terms = microbatch(*x)
+    def body(total: list[Array], own: list[Array]) -> tuple[list[Array], list[Array]]:
+        terms = microbatch(own)
         new = [a + vary(b).astype(a.dtype) for a, b in zip(total, sums(terms), strict=True)]
         aux = jax.tree.leaves(terms.aux)
         return new, [aux[i] for i in rest]
 
-    total, stacks = lax.scan(body, start, (jnp.arange(steps), examples))
+    total, stacks = lax.scan(body, start, each, length=steps)
     one_by_one = iter(total)
     value = next(one_by_one)
     weight = None if first.weight is None else next(one_by_one)

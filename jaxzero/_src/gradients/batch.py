@@ -5,6 +5,7 @@ import dataclasses
 from collections.abc import Hashable, Mapping, Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
@@ -183,12 +184,28 @@ def _is_raw_key(x: Array) -> bool:
     return bool(x.shape[-1:] == (2,) and x.dtype == np.uint32)
 
 
-def fold(arguments: Sequence[Argument], arrays: Sequence[Array], axes: Axes) -> list[Array]:
-    """Inside a manual region: the arrays, with scalar keys folded with the device's index, so that dropout differs.
+def fold(arguments: Sequence[Argument], arrays: Sequence[Array], axes: Axes, steps: int = 1) -> list[Array]:
+    """Inside a manual region: the arrays, with scalar keys folded so that dropout differs.
 
-    A key that varies already (inside a user's `shard_map`) is left alone.
+    A key is folded once, with the number `device * steps + step`: keys of `unsafe_rbg` are equal after two folds with
+    the same numbers in another order, so the device and the micro-step would meet again on other ones.
+
+    Args:
+      arguments: What the arrays are.
+      arrays: The arrays.
+      axes: The mesh axes.
+      steps: The number of microbatches.
+
+    Returns:
+      The arrays. With several microbatches a key has become an array of their keys; otherwise one that varies already
+      (inside a user's `shard_map`) is left alone.
     """
-    return [
-        jax.random.fold_in(x, lax.axis_index(axes.every)) if argument.key and not set(axes.every) & varying(x) else x
-        for argument, x in zip(arguments, arrays, strict=True)
-    ]
+    return [_keys(x, axes, steps) if argument.key else x for argument, x in zip(arguments, arrays, strict=True)]
+
+
+def _keys(key: Array, axes: Axes, steps: int) -> Array:
+    """The key of this device, or one for each of its microbatches."""
+    device = lax.axis_index(axes.every)
+    if steps > 1:  # one after the other: a batch of `rbg` keys does not give the bits of each
+        return lax.map(lambda step: jax.random.fold_in(key, device * steps + step), jnp.arange(steps))
+    return key if set(axes.every) & varying(key) else jax.random.fold_in(key, device)

@@ -122,8 +122,8 @@ class CallSpec:
         pass it (a scan's carry that starts as a constant), and without it autodiff inserts no reduction.
 
         Args:
-          body: Takes parameters (shares at stage 3), arrays of the batch with their keys folded, `consts`, and
-            the function that types a value as varying.
+          body: Takes parameters (shares at stage 3), arrays of the batch as `fold` gives them, `consts`, and the
+            function that types a value as varying.
           params: The parameters.
           arrays: The arrays of the batch.
           consts: Arrays that are equal on all devices.
@@ -136,7 +136,7 @@ class CallSpec:
         vary = varying_over(self.axes) if self.manual else unchecked
 
         def local(params: Sequence[Array], arrays: Sequence[Array], consts: Sequence[Array]) -> T:
-            arrays = fold(self.arguments.arrays, arrays, self.axes)
+            arrays = fold(self.arguments.arrays, arrays, self.axes, self.steps)
             # Shares stay on the host, if they are stored there, until they are gathered.
             return body(params if self.split else [host.to_device(x) for x in params], arrays, consts, vary)
 
