@@ -6,9 +6,9 @@ A network learns scikit-learn's digits. Then the same digits are turned by a qua
 them, and LoRA adapters of rank 8 are trained in addition to its weights.
 
 At stage 3 every parameter is stored split, also the frozen ones. `wrt=nnx.LoRAParam` keeps the base out of the
-optimizer and `jax.lax.stop_gradient` keeps it out of the gradient. So the base takes an eighth of its size on each of
-eight devices and nothing else. At the end the program shows that no bit of the base has changed. Without accelerators
-the program makes eight virtual CPU devices.
+optimizer and out of the gradient. So the base takes an eighth of its size on each of eight devices and nothing else. At
+the end the program shows that no bit of the base has changed. Without accelerators the program makes eight virtual CPU
+devices.
 """
 
 import os
@@ -23,6 +23,7 @@ import sklearn.datasets
 from flax import nnx
 
 import jaxzero
+import jaxzero.nnx
 
 WIDTH, RANK, BATCH, STEPS = 256, 8, 128, 100
 FROZEN = nnx.All(nnx.Param, nnx.Not(nnx.LoRAParam))
@@ -47,17 +48,14 @@ class Net(nnx.Module):
 
 def train(zero: jaxzero.Zero, model: Net, wrt: Any, pixels: np.ndarray, labels: np.ndarray) -> nnx.Optimizer:
     """Train the variables that `wrt` selects, on the first 1437 digits; the parameters of `model` are split."""
-    graph, _ = nnx.split(model)
-    optimizer = nnx.Optimizer(model, zero.optimizer(optax.adamw(2e-2)), wrt=wrt)
+    optimizer = jaxzero.nnx.optimizer(zero, model, optax.adamw(2e-2), wrt=wrt)
 
-    def loss_fn(params: Any, pixels: jax.Array, labels: jax.Array) -> jax.Array:
-        trained, frozen = nnx.split_state(params, wrt, ...)
-        model = nnx.merge(graph, trained, jax.lax.stop_gradient(frozen))
+    def loss_fn(model: Net, pixels: jax.Array, labels: jax.Array) -> jax.Array:
         return optax.softmax_cross_entropy_with_integer_labels(model(pixels), labels).mean()
 
     @nnx.jit
     def step(model: Net, optimizer: nnx.Optimizer, pixels: Any, labels: Any) -> None:
-        _, grads = zero.value_and_grad(loss_fn)(nnx.state(model), pixels, labels)
+        _, grads = jaxzero.nnx.value_and_grad(zero, loss_fn, wrt=wrt)(model, pixels, labels)
         optimizer.update(model, grads)
 
     rng = np.random.default_rng(0)
@@ -69,8 +67,7 @@ def train(zero: jaxzero.Zero, model: Net, wrt: Any, pixels: np.ndarray, labels: 
 
 def accuracy(zero: jaxzero.Zero, model: Net, pixels: np.ndarray, labels: np.ndarray) -> float:
     """The accuracy on the 360 digits that are not in the training data."""
-    graph, params = nnx.split(model)
-    scores = zero.forward(lambda params, pixels: nnx.merge(graph, params)(pixels))(params, pixels[1437:])
+    scores = jaxzero.nnx.forward(zero, lambda model, pixels: model(pixels))(model, pixels[1437:])
     return float(np.mean(np.argmax(scores, axis=1) == labels[1437:]))
 
 
@@ -89,14 +86,14 @@ def main() -> None:
 
     zero = jaxzero.Zero(jax.make_mesh((jax.device_count(),), ("data",)), stage=3)
     model = Net(nnx.Rngs(0))
-    nnx.update(model, zero.shard(nnx.state(model)))
+    jaxzero.nnx.shard(zero, model)
     optimizer = train(zero, model, nnx.Param, upright, labels)
     print(f"the base: {accuracy(zero, model, upright, labels):.1%} of upright digits, ", end="")
     print(f"{accuracy(zero, model, turned, labels):.1%} of turned ones; {held(optimizer.opt_state):,} B of state")
 
     model.adapt(nnx.Rngs(1))
     before = zero.gather(nnx.state(model, FROZEN))
-    nnx.update(model, zero.shard(nnx.state(model)))  # splits the new adapters; split leaves stay as they are
+    jaxzero.nnx.shard(zero, model)  # splits the new adapters; split leaves stay as they are
     optimizer = train(zero, model, nnx.LoRAParam, turned, labels)
     print(f"with adapters: {accuracy(zero, model, turned, labels):.1%} of turned ones")
 

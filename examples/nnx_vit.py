@@ -3,16 +3,16 @@
     python examples/nnx_vit.py
     python examples/nnx_vit.py --stage 1 --steps 300
 
-The model is plain NNX: modules, `nnx.Dropout` with its own `nnx.Rngs`, `nnx.Optimizer`. jaxzero adds the four lines
-marked `<--`.
+The model, the loss and the loop are plain NNX: modules, `nnx.Dropout` with its own `nnx.Rngs`, `nnx.Optimizer`.
+jaxzero changes the five lines marked `<--`.
 
-At stage 3 the parameters are stored split. So the loss is a function of the state, and `zero.value_and_grad` calls it
-with parameters that are gathered where they are used. `zero.forward` classifies digits that are not in the training
-data, from the same split parameters. Without accelerators the program makes eight virtual CPU devices.
+At stage 3 the parameters are stored split and gathered where the loss uses them. `jaxzero.nnx.forward` classifies
+digits that are not in the training data, from the same split parameters. Without accelerators the program makes eight
+virtual CPU devices.
 """
 
 import os
-from typing import Any, Literal
+from typing import Literal
 
 os.environ.setdefault("NPROC", "32")  # eight devices on fewer CPU cores need more threads than cores
 
@@ -24,6 +24,7 @@ import tyro
 from flax import nnx
 
 import jaxzero
+import jaxzero.nnx
 
 WIDTH, HEADS, LAYERS, PATCH, BATCH = 32, 2, 2, 2, 128
 
@@ -74,24 +75,18 @@ def main(stage: Literal[1, 2, 3] = 3, steps: int = 150) -> None:
     order = np.random.default_rng(0).permutation(len(labels))
     held_out, training = order[:360], order[360:]
 
-    model = nnx.jit(lambda: ViT(nnx.Rngs(0)))()
-    graph, _ = nnx.split(model)
     zero = jaxzero.Zero(jax.make_mesh((jax.device_count(),), ("data",)), stage=stage)  # <--
-    nnx.update(model, zero.shard(nnx.state(model)))  # <-- as it is stored at this stage; keys and counts are whole
+    model = jaxzero.nnx.init(zero, lambda: ViT(nnx.Rngs(0)))  # <-- as it is stored at this stage
     inner = optax.adamw(optax.cosine_decay_schedule(1e-2, steps))
-    optimizer = nnx.Optimizer(model, zero.optimizer(inner), wrt=nnx.Param)  # <--
-    optimizer.step[...] = zero.shard(optimizer.step[...])  # on the same mesh, else the second step compiles again
+    optimizer = jaxzero.nnx.optimizer(zero, model, inner)  # <-- an nnx.Optimizer
 
-    def loss_fn(params: Any, rest: Any, images: jax.Array, labels: jax.Array) -> Any:
-        model = nnx.merge(graph, params, rest)  # the keys of its Rngs differ between devices
-        loss = optax.softmax_cross_entropy_with_integer_labels(model(images), labels).mean()
-        return loss, nnx.state(model, nnx.RngCount)
+    def loss_fn(model: ViT, images: jax.Array, labels: jax.Array) -> jax.Array:
+        return optax.softmax_cross_entropy_with_integer_labels(model(images), labels).mean()
 
     @nnx.jit
     def train_step(model: ViT, optimizer: nnx.Optimizer, images: jax.Array, labels: jax.Array) -> jax.Array:
-        params, rest = nnx.split_state(nnx.state(model), nnx.Param, ...)
-        (loss, counts), grads = zero.value_and_grad(loss_fn, has_aux=True)(params, rest, images, labels)  # <--
-        nnx.update(model, counts)
+        loss: jax.Array
+        loss, grads = jaxzero.nnx.value_and_grad(zero, loss_fn)(model, images, labels)  # <--
         optimizer.update(model, grads)
         return loss
 
@@ -103,9 +98,9 @@ def main(stage: Literal[1, 2, 3] = 3, steps: int = 150) -> None:
             print(f"step {i + 1:4d}  loss {float(loss):.3f}")
 
     model.eval()  # no dropout from here on
-    graph, state = nnx.split(model)
-    params, rest = nnx.split_state(state, nnx.Param, ...)
-    scores = zero.forward(lambda params, images: nnx.merge(graph, params, rest)(images))(params, images[held_out])
+    classify = jaxzero.nnx.forward(zero, lambda model, images: model(images))  # <--
+    scores = classify(model, images[held_out])
+    params = nnx.state(model, nnx.Param)
     accuracy = np.mean(np.argmax(scores, axis=1) == labels[held_out])
     count = lambda tree: sum(x.addressable_shards[0].data.size for x in jax.tree.leaves(tree))
     whole = sum(x.size for x in jax.tree.leaves(jax.eval_shape(zero.gather, params)))

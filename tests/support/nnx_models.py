@@ -16,6 +16,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import jaxzero
+import jaxzero.nnx
 
 MICS = (((2, 4), ("replica", "shard")), dict(shard_axis="shard", replica_axis="replica"))
 
@@ -214,6 +215,28 @@ def split(case: Case, inner: optax.GradientTransformation, zero: jaxzero.Zero, o
         return loss
 
     losses = [float(step(model, optimizer, *checks.place(batch, zero.mesh, P(axes)))) for batch in batches()]
+    nnx.update(model, zero.gather(nnx.state(model, nnx.Param)))
+    return model, optimizer, losses
+
+
+def drop_in(case: Case, inner: optax.GradientTransformation, zero: jaxzero.Zero) -> Any:
+    """The unsharded program with the calls of `jaxzero.nnx` in place of Flax's."""
+    axes = checks.axes_of(zero)
+    model = case.model(nnx.Rngs(0), axes)
+    zero = jaxzero.nnx.observe(zero, mse, model, *batches()[0])
+    jaxzero.nnx.shard(zero, model)
+    optimizer = jaxzero.nnx.optimizer(zero, model, inner, wrt=case.wrt)
+    traces: list[None] = []
+
+    @nnx.jit
+    def step(model: nnx.Module, optimizer: nnx.Optimizer, x: jax.Array, y: jax.Array) -> jax.Array:
+        traces.append(None)
+        loss, grads = jaxzero.nnx.value_and_grad(zero, mse, wrt=case.wrt)(model, x, y)
+        optimizer.update(model, grads)
+        return loss
+
+    losses = [float(step(model, optimizer, *checks.place(batch, zero.mesh, P(axes)))) for batch in batches()]
+    assert len(traces) == 1  # nothing is on one device alone, and nothing moves
     nnx.update(model, zero.gather(nnx.state(model, nnx.Param)))
     return model, optimizer, losses
 

@@ -139,6 +139,27 @@ def test_train_state(name, setting):
     np.testing.assert_allclose(losses, losses_, rtol=1e-5)
 
 
+def test_the_program_of_the_guide(tmp_path):
+    """A `TrainState` whose `apply_fn` takes split parameters, and a checkpoint that another mesh reads."""
+    model, inner, (x, y) = Scanned(None), optax.adamw(1e-2), models.batches()[0]
+    params = model.init(jax.random.key(0), x)["params"]
+    loss_fn = lambda params, x, y: jnp.mean(jnp.square(model.apply({"params": params}, x) - y))
+
+    def start(zero):
+        predict = zero.forward(lambda params, x: model.apply({"params": params}, x))
+        return TrainState.create(apply_fn=predict, params=zero.shard(params), tx=zero.optimizer(inner))
+
+    one, other = (jaxzero.Zero(helpers.make_mesh(n), stage=3) for n in (8, 2))
+    state = start(one)
+    state = state.apply_gradients(grads=one.value_and_grad(loss_fn)(state.params, x, y)[1])
+    jaxzero.save(tmp_path, 1, one, state.params, state.opt_state).wait()
+    restored = jaxzero.restore(tmp_path, other, jax.eval_shape(lambda: params), inner)
+    again = start(other).replace(step=restored.step, params=restored.params, opt_state=restored.opt_state)
+    np.testing.assert_allclose(again.apply_fn(again.params, x), state.apply_fn(state.params, x), rtol=1e-5, atol=1e-6)
+    assert int(again.step) == int(state.step) == 1
+    helpers.close(other.gather(again.opt_state[0].mu, like=params), one.gather(state.opt_state[0].mu, like=params))
+
+
 @pytest.mark.parametrize("explicit", [False, True])
 def test_boxes_stay_where_the_mesh_is_set(explicit):
     """Under `jax.set_mesh` a box constrains its value as the model reads it; inside the loss there is none."""

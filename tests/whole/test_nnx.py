@@ -18,6 +18,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxzero
+import jaxzero.nnx
 
 SGD = optax.sgd(0.1, momentum=0.9)
 
@@ -44,6 +45,51 @@ def test_a_wrapped_optimizer_is_all_it_takes(case, setting):
 def test_split_and_merge(case, setting):
     case, zero = models.CASES[case], models.make_zero(setting)
     models.compare(models.split(case, SGD, zero), models.unsharded(case, SGD))
+
+
+DROP_IN = {("BatchNorm", "stage 3"), ("Dropout", "MiCS, stage 3"), ("LoRA", "stage 2")}
+
+
+@pytest.mark.parametrize(("case", "setting"), grid(DROP_IN, models.CASES, models.SETTINGS))
+def test_calls_in_place_of_those_of_flax(case, setting):
+    """Losses of the model: statistics, counts of draws, adapters and stacked layers are those of the unsharded run."""
+    case, zero = models.CASES[case], models.make_zero(setting)
+    models.compare(models.drop_in(case, SGD, zero), models.unsharded(case, SGD))
+
+
+class DroppedLayers(nnx.Module):
+    """Two stacked layers, each with the keys that `nnx.split_rngs` made."""
+
+    def __init__(self, rngs):
+        make = lambda rngs: nnx.Dropout(0.5, rngs=rngs)
+        self.layers = nnx.split_rngs(splits=2)(nnx.vmap(make))(rngs)
+        self.scale = nnx.Param(jnp.ones(5))
+
+    def __call__(self, x):
+        return nnx.scan(lambda f, x: f(x), in_axes=(0, nnx.Carry), out_axes=nnx.Carry)(self.layers, x) * self.scale[...]
+
+
+def test_arguments_of_a_model_in_place_of_parameters():
+    """Keys of layers are folded, positions count the model as 0, aux is joined as asked; on a model made split."""
+    zero = models.make_zero("stage 3")
+    model = jaxzero.nnx.init(zero, lambda: DroppedLayers(nnx.Rngs(0)))
+    assert model.scale.get_value().value.addressable_shards[0].data.shape == (1,)
+
+    def loss_fn(model, x, weights):
+        out = model(x)
+        return jnp.mean(out * weights), {"out": out, "largest": jnp.max(jnp.sum(weights) + out)}
+
+    join = lambda path, leaf: "max" if path[0].key == "largest" else None
+    grad_fn = jaxzero.nnx.value_and_grad(zero, loss_fn, has_aux=True, whole_argnums=2, aux=join)
+    (_, aux), grads = grad_fn(model, jnp.ones((16, 5)), jnp.arange(5.0))
+    assert len({row.tobytes() for row in np.asarray(aux["out"]).reshape(8, -1)}) > 4  # devices draw differently
+    assert float(aux["largest"]) == float(jnp.max(aux["out"])) + 10
+    out = np.asarray(aux["out"])
+    np.testing.assert_allclose(zero.gather(grads)["scale"].get_value(), out.mean(0) * np.arange(5) / 5, rtol=1e-6)
+    assert np.asarray(model.layers.rngs.count.get_value()).tolist() == [1, 1]
+    model.eval()
+    kept = jaxzero.nnx.forward(zero, lambda model, x: model(x), whole_argnums=1)(model, jnp.ones((3, 5)))
+    np.testing.assert_array_equal(kept, np.ones((3, 5)))
 
 
 @pytest.mark.slow
@@ -306,23 +352,22 @@ def test_a_checkpoint_of_an_nnx_optimizer(inner, tmp_path):
 
     def start(zero):
         model = nnx.Linear(131, 140, rngs=nnx.Rngs(0))
-        nnx.update(model, zero.shard(nnx.state(model, nnx.Param)))
-        return model, nnx.Optimizer(model, zero.optimizer(inner), wrt=nnx.Param)
+        jaxzero.nnx.shard(zero, model)
+        return model, jaxzero.nnx.optimizer(zero, model, inner)
 
     def step(zero, model, optimizer):
         optimizer.update(model, jax.tree.map(jnp.ones_like, nnx.state(model, nnx.Param)))
         return zero.gather(nnx.state(model, nnx.Param))
 
-    one, other = jaxzero.Zero(helpers.make_mesh(8)), jaxzero.Zero(helpers.make_mesh(3))
+    one, other = (jaxzero.Zero(helpers.make_mesh(n), stage=3) for n in (8, 3))
     model, optimizer = start(one)
     step(one, model, optimizer)
     params = nnx.state(model, nnx.Param)
     jaxzero.save(tmp_path, 1, one, params, optimizer.opt_state, inner).wait()
     if hasattr(optimizer.opt_state[0], "mu"):
         jaxzero.save(tmp_path, 2, one, params, optimizer.opt_state).wait()  # without the optimizer, too
-    restored = jaxzero.restore(tmp_path, other, jax.eval_shape(lambda: params), inner)
+    restored = jaxzero.restore(tmp_path, other, jax.eval_shape(one.gather, params), inner)
     again, fresh = start(other)
     nnx.update(again, restored.params)
-    boxes = jax.tree.structure(fresh.opt_state)
-    fresh.opt_state = jax.tree.unflatten(boxes, jax.tree.leaves(restored.opt_state))
+    nnx.update(fresh.opt_state, nnx.state(restored.opt_state))
     helpers.close(step(other, again, fresh), step(one, model, optimizer))
