@@ -65,12 +65,12 @@ class Zero(Options):
         abstract leaf). A leaf is cut along its first dimension that none of these axes shards, padded to a multiple
         of `N`; a leaf without such a dimension is not cut. The axes stay with the compiler, in losses too.
       prefetch: Stage 3: how many large gathers may run ahead of the computation; 0 takes least memory.
-      persist_bytes: Stage 3: parameters of up to so many bytes stay whole until the end of the backward pass.
+      persist_bytes: Stage 3: parameters of up to so many bytes (a stack with all layers) stay whole within a step.
       chunk_bytes: Stage 3: smaller parameters, in order of first use, travel together in gathers and
         reduce-scatters of about this many bytes; `None`: every one alone.
-      regather: Stage 3 with `shard_axis=("node", "local")`: ``"local"`` keeps the `1/k` of each large parameter that
-        a device fetched from other nodes (`k` devices in a node) until the backward pass, which then gathers inside
-        the node only (hpZ of ZeRO++). Costs `M/k` bytes per device, saves half of what crosses nodes.
+      regather: Stage 3: ``"never"`` keeps what the forward pass has gathered whole until the end of the backward pass:
+        one gather per step, for `M` bytes. ``"local"``, for `shard_axis=("node", "local")`, keeps `1/k` of it (`k`
+        devices in a node); the backward pass gathers inside the node only (hpZ of ZeRO++).
       unused: How parameters that the observed loss does not use are treated: ``"zero"`` gives them a zero
         gradient, as JAX does (decay and momentum go on); ``"skip"`` leaves them and their state untouched;
         ``"error"`` makes `observe` refuse them by name.

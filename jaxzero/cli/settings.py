@@ -36,8 +36,8 @@ class Settings:
     """Examples per step, over all devices. Default: as many as the function returns."""
     accumulate: int = 1
     """Micro-steps, whose gradients are added."""
-    regather: Literal["local"] | None = None
-    """Stage 3: local gathers inside the node in the backward pass (hpZ)."""
+    regather: Literal["local", "never"] | None = None
+    """Stage 3: local gathers inside the node in the backward pass (hpZ), never keeps parameters whole until then."""
     bucket_bytes: int = BUCKET_BYTES
     """Stages 1 and 2: smaller leaves travel together."""
     prefetch: int = PREFETCH

@@ -126,6 +126,7 @@ def test_jz_083_nothing_is_kept_from_before_an_update():
         (dict(shard_axis=("node", "local"), hierarchical=False), ("regather", "hierarchical=False", "fix")),
         (dict(shard_axis=("node", "local"), stage=2), ("regather='local'", "stage=2", "fix")),
         (dict(shard_axis=("node", "local"), regather="node"), ("regather='node'", "local", "fix")),
+        (dict(regather="never", shard_axis="data", stage=2), ("regather='never'", "stage=2", "stage=3", "fix")),
     ],
 )
 def test_options_that_do_not_fit(options, words):

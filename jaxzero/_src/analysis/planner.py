@@ -85,6 +85,10 @@ def _notes(
         out.append(
             f"accumulate={how.accumulate}: " + ("gradients are reduced once" if once else f"each micro-step {what}")
         )
+    if options.regather == "never":
+        out.append(
+            "regather='never': a step holds each parameter whole, from its gather to the end of the backward pass"
+        )
     if options.stage == 3:
         seen = options.observed and options.observed.loss
         out.append(

@@ -31,7 +31,7 @@ from ..jaxpr.varying import Vary, evaluate_equation
 from ..sharding.host import on_host
 from ..sharding.leaves import is_key
 from .barriers import barrier, can_wait
-from .gathering import Arrived, Gathering, NodeShards
+from .gathering import Arrived, Gathering, Residuals
 from .gathers import START, Gather
 from .reductions import LeftOver, Names, Reductions, order_after
 from .schedule import ScanSchedule, Schedule
@@ -91,13 +91,13 @@ class _Evaluation:
         args: Sequence[ArrayLike],
         reducer: GradReducer,
         vary: Vary,
-        node_shards: NodeShards,
+        residuals: Residuals,
         replicas: frozenset[int],
     ) -> None:
         self.schedule, self.vary = schedule, vary
         self.env: dict[Var, Any] = dict(zip(schedule.flat.inputs, map(vary, args), strict=True))
         shares = {v: self.env[v] for v in schedule.layouts}
-        self.gathers = Gathering(schedule, shares, reducer.axes, vary, node_shards)
+        self.gathers = Gathering(schedule, shares, reducer.axes, vary, residuals)
         self.gradients = Reductions(schedule, reducer, replicas)
         self.ahead: Gathering | None = None
         self.behind: Reductions | None = None
@@ -205,8 +205,8 @@ class _Evaluation:
         scan, options = self.schedule.scans[step], scan_options(step.eqn)
         take = lambda x: lax.index_in_dim(x, options["length"] - 1 if options["reverse"] else 0, 0, keepdims=False)
         shares = {v: self.vary(take(self.env[outer])) for v, outer in scan.outer_param_of.items()}
-        node_shards = {p: take(self.gathers.node_shards[scan.stacked(p)]) for p in scan.node_shards_in}
-        self.first[step] = Gathering(scan.body, shares, self.gathers.axes, self.vary, node_shards)
+        residuals = {p: take(self.gathers.residuals[scan.stacked(p)]) for p in scan.residuals_in}
+        self.first[step] = Gathering(scan.body, shares, self.gathers.axes, self.vary, residuals)
         return self.first[step]
 
     def gather_behind_scan(self, step: Step, carry: list[Array]) -> list[Array]:
@@ -249,7 +249,7 @@ class _Evaluation:
         """A scan whose body gathers one layer, and reduces the gradients of one layer into stacks of shares."""
         iterations, scan = _Iterations(self, step, ins), self.schedule.scans[step]
         end, stacked = iterations.run()
-        self.gathers.node_shards.update(zip(map(scan.stacked, scan.node_shards_out), stacked.node_shards, strict=True))
+        self.gathers.residuals.update(zip(map(scan.stacked, scan.residuals_out), stacked.residuals, strict=True))
         for i, position in scan.stacked_grads.items():
             self.gradients.add_share(position, end.stacks[i])
         return replace_at([*end.carry, *[None] * (len(step.outs) - len(end.carry))], iterations.kept, stacked.ys)
@@ -272,17 +272,17 @@ class _State(NamedTuple):
 
 
 class _Layer(NamedTuple):
-    """What a iteration reads for its layer: scanned operands, and node shards that an earlier scan has stacked."""
+    """What a iteration reads for its layer: scanned operands, and residuals that an earlier scan has stacked."""
 
     xs: list[Any]
-    node_shards: list[Array]
+    residuals: list[Array]
 
 
 class _Stacked(NamedTuple):
-    """What iterations stack: results of the program, and node shards for a later scan."""
+    """What iterations stack: results of the program, and residuals for a later scan."""
 
     ys: list[Array]
-    node_shards: list[Array]
+    residuals: list[Array]
 
 
 class _Iterations:
@@ -314,7 +314,7 @@ class _Iterations:
         )
         self.options = scan_options(step.eqn)
         self.consts, self.carry, xs = (list(x) for x in scan_parts(step.eqn, ins))
-        self.layers = _Layer(xs, [outside.gathers.node_shards[self.scan.stacked(p)] for p in self.scan.node_shards_in])
+        self.layers = _Layer(xs, [outside.gathers.residuals[self.scan.stacked(p)] for p in self.scan.residuals_in])
         self.count, self.length = len(self.carry), self.options["length"]
         stacked = range(self.count, len(step.outs))
         self.kept = [i for i in stacked if i not in self.body.lazy and i not in self.body.grads]
@@ -400,11 +400,11 @@ class _Iterations:
         empty = lambda shape, dtype: self.vary(jnp.full((self.length, *shape), zero, dtype))
         avals = [self.step.outs[i].aval for i in self.kept]
         ys = [empty(aval.shape[1:], aval.dtype) for aval in avals]
-        if not self.scan.node_shards_out:
+        if not self.scan.residuals_out:
             return _Stacked(ys, [])
         iteration = lambda: self._iteration(0, state, self._layer(0), ahead=False, behind=False, leave=False)
         _, shapes = jax.eval_shape(iteration)
-        return _Stacked(ys, [empty(x.shape, x.dtype) for x in shapes.node_shards])
+        return _Stacked(ys, [empty(x.shape, x.dtype) for x in shapes.residuals])
 
     # --- one iteration ---
 
@@ -421,8 +421,8 @@ class _Iterations:
         layer, before = self._layer(n), len(self.consts) + self.count
         inputs = dict(zip(self.body.flat.inputs[before:], layer.xs, strict=True))
         shares = {v: self.vary(inputs[v]) for v in self.body.layouts}
-        node_shards = dict(zip(self.scan.node_shards_in, layer.node_shards, strict=True))
-        return Gathering(self.body, shares, self.reducer.axes, self.vary, node_shards)
+        residuals = dict(zip(self.scan.residuals_in, layer.residuals, strict=True))
+        return Gathering(self.body, shares, self.reducer.axes, self.vary, residuals)
 
     def _iteration(
         self, n: int | Array, state: _State, layer: _Layer, *, ahead: bool, behind: bool, leave: bool
@@ -440,7 +440,7 @@ class _Iterations:
         Returns:
           What the next iteration takes over, and what is stacked.
         """
-        given = dict(zip(self.scan.node_shards_in, layer.node_shards, strict=True))
+        given = dict(zip(self.scan.residuals_in, layer.residuals, strict=True))
         arguments = [*self.consts, *state.carry, *layer.xs]
         evaluation = _Evaluation(self.body, arguments, self.reducer, self.vary, given, self.replicas)
         evaluation.gathers.take_over(state.arrived)
@@ -455,8 +455,8 @@ class _Iterations:
         carry, shares = barrier([jnp.asarray(y) for y in outs[: self.count]], gradients.shares)
         stacks = self._put(stacks, shares, n)
         arrived = evaluation.ahead.hand_over() if evaluation.ahead else []
-        node_shards = [evaluation.gathers.node_shards[p] for p in self.scan.node_shards_out]
-        return _State(carry, stacks, arrived, left), _Stacked([jnp.asarray(outs[i]) for i in self.kept], node_shards)
+        residuals = [evaluation.gathers.residuals[p] for p in self.scan.residuals_out]
+        return _State(carry, stacks, arrived, left), _Stacked([jnp.asarray(outs[i]) for i in self.kept], residuals)
 
     def _leave(self, gradients: Reductions, *, leave: bool) -> tuple[Reductions, LeftOver]:
         """What is left to the next iteration; the rest is reduced."""

@@ -18,10 +18,10 @@ from ..sharding.axes import Axes
 from ..sharding.host import on_host, to_device
 from ..sharding.layout import Layout
 from .gathers import Gather, GatheredParam
-from .schedule import NodeShard, Schedule
+from .schedule import Residual, Schedule
 
 Array = jax.Array
-NodeShards = dict[NodeShard, Array]
+Residuals = dict[Residual, Array]
 #: What one iteration of a scan leaves of a gather for the next: whole parameters, and what its outer hops brought.
 Arrived = tuple[list[Array], list[Array]]
 
@@ -35,11 +35,12 @@ class Gathering:
       crossed: Gather -> what its outer hops brought, where they ran before the last hop.
       arrived: Gather -> the parameters, gathered in the iteration before.
       whole: Gather -> the gathered parameters, until no step reads them any more.
-      node_shards: The `1/k` of parameters that this device fetched from other nodes (`regather="local"`).
+      residuals: What is kept of gathered parameters: the whole (`persist_bytes`), and the `1/k` that this device
+        fetched from other nodes (`regather="local"`).
     """
 
     def __init__(
-        self, schedule: Schedule, shares: Mapping[Var, Array], axes: Axes, vary: Vary, node_shards: NodeShards
+        self, schedule: Schedule, shares: Mapping[Var, Array], axes: Axes, vary: Vary, residuals: Residuals
     ) -> None:
         self.schedule, self.axes, self.vary = schedule, axes, vary
         self.shares = shares
@@ -47,14 +48,14 @@ class Gathering:
         self.crossed: dict[Gather, list[Array]] = {}
         self.arrived: dict[Gather, list[Array]] = {}
         self.whole: dict[Gather, dict[GatheredParam, Array]] = {}
-        self.node_shards = node_shards
+        self.residuals = residuals
 
     def operands(self, gather: Gather) -> list[Array]:
         """The arrays from which a gather, or its last hop, starts."""
         if gather in self.crossed:
             return self.crossed[gather]
         if gather.intra_node:
-            return [self.node_shards[p, 0] for p in gather.params]
+            return [self.residuals[Residual(p, 0, False)] for p in gather.params]
         shares = [(self.shares[p.source], p.dtype) for p in gather.params]
         # One on the host waits there, as it is.
         return [x if on_host(x) else lax.convert_element_type(x, dtype) for x, dtype in shares]
@@ -62,7 +63,7 @@ class Gathering:
     def cross(self, gather: Gather, operands: Sequence[Array]) -> None:
         """Runs all hops but the last."""
         operands, layouts = self._on_device(gather, operands), self._layouts(gather)
-        if self.schedule.regather:
+        if self.schedule.node_shards:
             done = collectives.gather_inter_node(operands, layouts, self.axes.hops)
         else:
             done = [collectives.gather_outer_hops(x, s, self.axes.hops) for x, s in zip(operands, layouts, strict=True)]
@@ -76,19 +77,26 @@ class Gathering:
     def read(self, number: int, param: GatheredParam) -> Array:
         """A whole parameter for the step with this number; gathered, if it is the first that reads it."""
         gather = self.schedule.served_by[number][param]
+        if gather.stacked:
+            return self.residuals[Residual(param, 0, True)]
         if gather not in self.whole:
             done = self.arrived.pop(gather) if gather in self.arrived else self._gather(gather)
             if gather.large:
                 self.whole = {g: x for g, x in self.whole.items() if not g.large or g.keep}
             self.whole[gather] = dict(zip(gather.params, done, strict=True))
+            self.residuals.update((Residual(p, 0, True), x) for p, x in self.whole[gather].items())
         return self.whole[gather][param]
 
     def hand_over(self) -> list[Arrived]:
         """What was gathered for the next iteration, or is on its way."""
         left = []
         for gather in self.schedule.ahead:
-            keeps = self.schedule.regather and not gather.intra_node
-            node_shards = [self.node_shards[p, 0] for p in gather.params] if keeps else self.crossed.get(gather, [])
+            keeps = self.schedule.node_shards and not gather.intra_node
+            node_shards = (
+                [self.residuals[Residual(p, 0, False)] for p in gather.params]
+                if keeps
+                else self.crossed.get(gather, [])
+            )
             left.append((self.arrived.get(gather, []), node_shards))
         return left
 
@@ -112,7 +120,7 @@ class Gathering:
         """All hops of a gather, or the last one where the others have run."""
         layouts = self._layouts(gather)
         crossed = self.crossed.pop(gather, None) is not None
-        if not self.schedule.regather:
+        if not self.schedule.node_shards:
             if crossed:
                 return [
                     collectives.gather_last_hop(x, s, self.axes.hops) for x, s in zip(operands, layouts, strict=True)
@@ -124,8 +132,8 @@ class Gathering:
         return collectives.gather_intra_node(operands, layouts, self.axes.hops)
 
     def _keep_node_shards(self, gather: Gather, arrays: Sequence[Array]) -> None:
-        if self.schedule.regather:
-            self.node_shards.update(zip([(p, 0) for p in gather.params], arrays, strict=True))
+        if self.schedule.node_shards:
+            self.residuals.update(zip([Residual(p, 0, False) for p in gather.params], arrays, strict=True))
 
     def _layouts(self, gather: Gather) -> list[Layout]:
         return [self.schedule.layouts[p.source] for p in gather.params]

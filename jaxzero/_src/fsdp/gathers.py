@@ -4,9 +4,9 @@ A use of a large parameter gathers it; inside one `jax.checkpoint` it is gathere
 with no other large gather between them. Small parameters travel together, in chunks in the order of first
 use, and stay for the forward or the backward pass (`chunk_bytes`) or for both (`persist_bytes`). Each gather
 waits for the data of the use `prefetch` large gathers before it: that bounds how much is whole at any time.
+A large parameter of up to `persist_bytes` is gathered once, alone, and stays.
 
-No gathered parameter is kept through, or gathered ahead of, a scan that gathers in its body: it would be whole
-beside every layer.
+Only what `persist_bytes` keeps is kept through a scan that gathers in its body: it is whole beside every layer.
 
 Example: large `A`, `B`, `C` are used at steps 1, 3 and 5 and `A` again at 7; with `prefetch=1` there are four
 gathers, and they wait for the data of steps (none), 1, 3 and 5.
@@ -36,6 +36,8 @@ class GatheredParam:
 
 #: Stands for the number of a step before the first.
 START = -1
+#: Stands for the number of a `jax.checkpoint`: parameters that persist are gathered once for the whole program.
+_PERSISTS = 0
 #: The number of a step, and a parameter that it computes with.
 Use = tuple[int, GatheredParam]
 
@@ -58,6 +60,7 @@ class Gather:
       outer_hops_ahead: Whether `outer_hops_at` alone is.
       keep: Whether a later step uses it again after another large gather.
       intra_node: Whether it starts from node shards, so that nothing crosses nodes.
+      stacked: Whether an earlier scan has stacked its parameter whole, so that nothing is sent.
     """
 
     params: list[GatheredParam]
@@ -71,6 +74,7 @@ class Gather:
     outer_hops_ahead: bool = False
     keep: bool = False
     intra_node: bool = False
+    stacked: bool = False
 
 
 def assign_gathers(
@@ -97,11 +101,13 @@ def assign_gathers(
       The gathers in order, and for each step number and parameter the gather that serves it.
     """
     limit = options.chunk_bytes or 0
-    small = {u for u in sizes if sizes[u] <= options.persist_bytes or sizes[u] < limit}
+    small = {u for u in sizes if sizes[u] < limit}
+    persists = {u for u in sizes if sizes[u] <= options.persist_bytes}
     by_use = _chunks([(i, u) for i, u in uses if u in small], sizes, forward_end, options)
     by_region: dict[tuple[int, GatheredParam], Gather] = {}
     for several in _between_scans(uses, scans, forward_end if options.prefetch == 0 else None):
-        by_use |= _large_gathers([(i, u) for i, u in several if u not in small], regions, forward_end, by_region)
+        large = [(i, u, _PERSISTS if u in persists else regions[i]) for i, u in several if u not in small]
+        by_use |= _large_gathers(large, forward_end, by_region)
     gathers = list(dict.fromkeys(by_use[use] for use in uses))
     large_uses = list(dict.fromkeys(i for i, u in uses if u not in small))
     _tie(gathers, options, scans, large_uses if repeats else [])
@@ -150,19 +156,18 @@ def _between_scans(uses: Sequence[Use], scans: Mapping[int, int], end: int | Non
 
 
 def _large_gathers(
-    uses: Sequence[Use],
-    regions: Sequence[int | None],
+    uses: Sequence[tuple[int, GatheredParam, int | None]],
     forward_end: int,
     by_region: dict[tuple[int, GatheredParam], Gather],
 ) -> dict[Use, Gather]:
     """Gathers of large parameters, each alone: one serves all uses in a `jax.checkpoint`, and uses in a row.
 
-    `by_region` holds the gathers of each `jax.checkpoint`, and takes up new ones.
+    Each use comes with the number of its `jax.checkpoint`, or `_PERSISTS`. `by_region` holds the gathers of each of
+    these, and takes up new ones.
     """
     by_use: dict[Use, Gather] = {}
     recent: Gather | None = None
-    for i, u in uses:
-        region = regions[i]
+    for i, u, region in uses:
         gather = None if region is None else by_region.get((region, u))
         if gather is None and recent is not None and recent.params[0] == u:
             gather = recent

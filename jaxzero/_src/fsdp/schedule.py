@@ -18,7 +18,7 @@ its body: the shares of all layers are scanned, and the body gathers one layer a
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -35,8 +35,20 @@ from .reorder import defer_wgrads, wgrad_steps
 from .views import View, view_through
 
 T = TypeVar("T")
-#: A parameter, and how many leading dimensions of its node shard count layers.
-NodeShard = tuple[GatheredParam, int]
+
+
+class Residual(NamedTuple):
+    """What gathers of the forward pass leave of a parameter for the backward pass.
+
+    Attributes:
+      param: The parameter.
+      depth: How many leading dimensions of the array count layers.
+      whole: Whether it is the whole parameter (`persist_bytes`); else the node shard (`regather="local"`).
+    """
+
+    param: GatheredParam
+    depth: int
+    whole: bool
 
 
 @dataclasses.dataclass(eq=False)
@@ -48,21 +60,21 @@ class ScanSchedule:
       scanned_params: Number of an operand -> the input whose shares are scanned in its place.
       stacked_grads: Number of a stacked result -> the position of the gradient that it is.
       outer_param_of: Input of the body that holds a share of one layer -> the input that holds those of all layers.
-      node_shards_in: Node shards of the body that are scanned: a scan before this one has stacked them.
-      node_shards_out: Node shards of the body that this scan stacks.
+      residuals_in: Residuals of the body that are scanned: a scan before this one has stacked them.
+      residuals_out: Residuals of the body that this scan stacks.
     """
 
     body: "Schedule"
     scanned_params: dict[int, Var]
     stacked_grads: dict[int, int]
     outer_param_of: dict[Var, Var]
-    node_shards_in: list[NodeShard] = dataclasses.field(default_factory=list)
-    node_shards_out: list[NodeShard] = dataclasses.field(default_factory=list)
+    residuals_in: list[Residual] = dataclasses.field(default_factory=list)
+    residuals_out: list[Residual] = dataclasses.field(default_factory=list)
 
-    def stacked(self, shard: NodeShard) -> NodeShard:
-        """The node shards of all layers, for the one of a layer in the body."""
-        param, depth = shard
-        return GatheredParam(self.outer_param_of[param.source], param.dtype), depth + 1
+    def stacked(self, residual: Residual) -> Residual:
+        """The residuals of all layers, for the one of a layer in the body."""
+        param, depth, whole = residual
+        return Residual(GatheredParam(self.outer_param_of[param.source], param.dtype), depth + 1, whole)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -146,7 +158,7 @@ class Schedule(Dataflow):
       max_in_flight: How many whole gradients may still be in reduction when the next is made.
       last_wait: Of a scan's body, the number of the last step that waits for reductions: gradients that are made there
         or later are reduced in the next iteration. `None` elsewhere.
-      regather: Whether node shards are kept.
+      node_shards: Whether node shards are kept.
     """
 
     gathers: list[Gather]
@@ -162,7 +174,7 @@ class Schedule(Dataflow):
     deferred_constants: Mapping[Step, Var]
     max_in_flight: int
     last_wait: int | None
-    regather: bool
+    node_shards: bool
 
     @property
     def ahead(self) -> list[Gather]:
@@ -187,11 +199,13 @@ class _Place:
       loss: The result that ends the forward pass; `None` if the program belongs to one pass.
       in_backward: Whether that is the backward pass.
       stacked: Of a scan's body: the position from which on results are stacked.
+      residuals: Of a scan's body: whole parameters that earlier scans have stacked.
     """
 
     loss: Atom | None = None
     in_backward: bool = False
     stacked: int | None = None
+    residuals: frozenset[Residual] = frozenset()
 
     def forward_end(self, flat: Flat) -> int:
         """The number of the last step of the forward pass; -1 if no step belongs to it."""
@@ -223,7 +237,8 @@ def schedule_gathers(
     """
     place = _Place(None if loss_output is None else flat.outs[loss_output])
     schedule = _schedule(flat, layouts, {v: View(v) for v in layouts}, grads, options, place)
-    if schedule.regather:
+    _drop_unread(schedule, set())
+    if schedule.node_shards:
         _mark_node_shards(schedule, {})
     return schedule
 
@@ -239,7 +254,7 @@ def _schedule(
     """The schedule of a program or a scan's body, some inputs of which are `views`; steps are numbered last."""
     end, least = place.forward_end(flat), options.chunk_bytes or 0
     terms = find_terms(flat, grads, sum_first=options.sum_first)
-    views, scans = _follow_views(flat, layouts, views, grads, terms, options, end)
+    views, scans = _follow_views(flat, layouts, views, grads, terms, options, place)
     lazy = _lazy_outs(flat, views, grads, place)
     original = Dataflow(flat, layouts, views, grads, terms, scans, lazy)
     flow, wgrads = _defer_wgrads(original, least, end + 1)
@@ -248,7 +263,14 @@ def _schedule(
     regions = [step.remat for step in flow.flat.steps] + [None]
     sizes = {u: flow.nbytes(u) for _, u in uses}
     in_scan = place.stacked is not None
-    gathers, served_by = assign_gathers(uses, sizes, regions, end, options, _gathering_scans(flow), in_scan)
+    stacked = {
+        u: Gather([u], i, False, i > end, stacked=True) for i, u in uses if Residual(u, 0, True) in place.residuals
+    }
+    fetched = [(i, u) for i, u in uses if u not in stacked]
+    gathers, served_by = assign_gathers(fetched, sizes, regions, end, options, _gathering_scans(flow), in_scan)
+    for i, u in uses:
+        if u in stacked:
+            served_by.setdefault(i, {})[u] = stacked[u]
     for gather in gathers:
         if any(any(layouts[p.source].other_axes) for p in gather.params):
             gather.outer_hops_at, gather.outer_hops_ahead = None, False
@@ -273,7 +295,7 @@ def _schedule(
         deferred_constants=constants,
         max_in_flight=options.prefetch,
         last_wait=max(waits) if in_scan and grads and options.prefetch and wgrads else None,
-        regather=options.regather == "local",
+        node_shards=options.node_shards,
     )
 
 
@@ -296,11 +318,12 @@ def _follow_views(
     grads: Mapping[int, Layout],
     terms: GradientTerms,
     options: GatherOptions,
-    end: int,
+    place: _Place,
 ) -> tuple[dict[Var, View], dict[Step, ScanSchedule]]:
     """All variables that are views, given those that are inputs; the schedules of scans that gather or reduce."""
-    views = dict(views)
+    views, end = dict(views), place.forward_end(flat)
     scans: dict[Step, ScanSchedule] = {}
+    residuals = place.residuals
     for number, step in enumerate(flat.steps):
         if step in terms.skipped:
             continue
@@ -310,8 +333,11 @@ def _follow_views(
         elif step.name == SCAN:
             stacked_grads = terms.scanned.get(step, {})
             layers = {number: grads[position].per_layer() for number, position in stacked_grads.items()}
-            scan = _scan_schedule(step, layouts, views, layers, options, number > end)
+            scan = _scan_schedule(
+                step, layouts, views, layers, options, _Place(in_backward=number > end, residuals=residuals)
+            )
             if scan is not None:
+                residuals |= set(map(scan.stacked, scan.residuals_out))
                 scans[step] = dataclasses.replace(scan, stacked_grads=stacked_grads)
                 views.update(_stacked_views(step, scan))
         elif (through := view_through(step, views)) is not None:
@@ -325,7 +351,7 @@ def _scan_schedule(
     views: Mapping[Var, View],
     grads: Mapping[int, Layout],
     options: GatherOptions,
-    in_backward: bool,
+    place: _Place,
 ) -> ScanSchedule | None:
     """The schedule of a scan; `None` if its body neither gathers nor reduces.
 
@@ -335,7 +361,7 @@ def _scan_schedule(
       views: The views outside.
       grads: Numbers of stacked results that are gradients -> the layout of the share of one layer.
       options: As for the program outside.
-      in_backward: Whether the scan belongs to the backward pass.
+      place: To which pass the scan belongs, and the whole parameters outside that earlier scans have stacked.
     """
     assert step.eqn is not None
     body = flatten(*open_program(step.eqn.params["jaxpr"]))
@@ -358,10 +384,43 @@ def _scan_schedule(
         return None
     inputs = [inner_views[x].source if x in inner_views else x for x in body.inputs]
     inner_views |= {v: View(v) for v in inner_layouts}
-    place = _Place(in_backward=in_backward, stacked=len(carry))
+    inner_residuals = frozenset(
+        Residual(GatheredParam(source, r.param.dtype), r.depth - 1, True)
+        for r in place.residuals
+        if r.depth
+        for source, outer in outer_param_of.items()
+        if outer == r.param.source
+    )
+    inner_place = _Place(in_backward=place.in_backward, stacked=len(carry), residuals=inner_residuals)
     flat = Flat(inputs, body.steps, body.outs)
-    schedule = _schedule(flat, inner_layouts, inner_views, grads, options, place)
-    return ScanSchedule(schedule, scanned_params, {}, outer_param_of)
+    schedule = _schedule(flat, inner_layouts, inner_views, grads, options, inner_place)
+    scan = ScanSchedule(schedule, scanned_params, {}, outer_param_of)
+    read, made = _whole_residuals(schedule)
+    fits = lambda r: nbytes(layouts[outer_param_of[r.param.source]].shape, r.param.dtype) <= options.persist_bytes
+    scan.residuals_in, scan.residuals_out = read, list(filter(fits, made))
+    return scan
+
+
+def _whole_residuals(body: Schedule) -> tuple[list[Residual], list[Residual]]:
+    """The whole parameters that a scan's body reads from earlier scans, and those that it can leave to later ones."""
+    read, made = dict[Residual, None](), dict[Residual, None]()
+    for served in body.served_by.values():
+        for param, gather in served.items():
+            (read if gather.stacked else made)[Residual(param, 0, True)] = None
+    for scan in body.scans.values():
+        read |= dict.fromkeys(r for r in map(scan.stacked, scan.residuals_in) if r not in made)
+        made |= dict.fromkeys(map(scan.stacked, scan.residuals_out))
+    return list(read), list(made)
+
+
+def _drop_unread(schedule: Schedule, read: set[Residual]) -> None:
+    """Drops residuals that no later scan reads; `read` holds those of this program that are read after it."""
+    for step in reversed(schedule.flat.steps):
+        if step in schedule.scans:
+            scan = schedule.scans[step]
+            scan.residuals_out = [r for r in scan.residuals_out if scan.stacked(r) in read]
+            _drop_unread(scan.body, set(scan.residuals_out))
+            read |= set(map(scan.stacked, scan.residuals_in))
 
 
 def _stacked_views(step: Step, scan: ScanSchedule) -> dict[Var, View]:
@@ -444,7 +503,7 @@ def _groups(flow: Dataflow, limit: int) -> dict[int, list[int]]:
     return groups
 
 
-# --- node shards -----------------------------------------------------------------------------------
+# --- residuals -------------------------------------------------------------------------------------
 
 
 def _before_scans(flow: Dataflow, uses: Sequence[int]) -> tuple[dict[int, list[Step]], dict[int, list[Step]]]:
@@ -465,7 +524,7 @@ def _before_scans(flow: Dataflow, uses: Sequence[int]) -> tuple[dict[int, list[S
     return _by_step(last), _by_step(outer)
 
 
-def _mark_node_shards(schedule: Schedule, given: Iterable[NodeShard]) -> list[NodeShard]:
+def _mark_node_shards(schedule: Schedule, given: Iterable[Residual]) -> list[Residual]:
     """Marks the gathers of the backward pass that stay inside the node (`regather="local"`, hpZ of ZeRO++).
 
     A gather over `m` nodes of `k` devices goes across nodes first: each device fetches `1/k` of the parameter, its
@@ -486,7 +545,7 @@ def _mark_node_shards(schedule: Schedule, given: Iterable[NodeShard]) -> list[No
 
     def decide(gather: Gather) -> None:
         if gather not in decided:
-            gather.intra_node = gather.in_backward and all((p, 0) in there for p in gather.params)
+            gather.intra_node = gather.in_backward and all(Residual(p, 0, False) in there for p in gather.params)
             decided.add(gather)
 
     for gather in [*schedule.ahead, *schedule.tied_outer_hops.get(START, [])]:
@@ -496,9 +555,11 @@ def _mark_node_shards(schedule: Schedule, given: Iterable[NodeShard]) -> list[No
         for gather in [*schedule.tied_outer_hops.get(number, []), *schedule.tied.get(number, [])] if computed else []:
             decide(gather)
         for gather in schedule.served_by.get(number, {}).values():
+            if gather.stacked:
+                continue
             decide(gather)
             if not gather.intra_node:
-                there.update(dict.fromkeys((p, 0) for p in gather.params))
+                there.update(dict.fromkeys(Residual(p, 0, False) for p in gather.params))
         for gather in schedule.behind_scans.get(number, []):
             decide(gather)
         if computed and steps[number] in schedule.scans:
@@ -506,15 +567,14 @@ def _mark_node_shards(schedule: Schedule, given: Iterable[NodeShard]) -> list[No
     return list(there)
 
 
-def _mark_scan(scan: ScanSchedule, outside: Iterable[NodeShard]) -> list[NodeShard]:
+def _mark_scan(scan: ScanSchedule, outside: Iterable[Residual]) -> list[Residual]:
     """Marks the gathers in a scan's body, and which node shards the scan reads and stacks; returns those it stacks."""
     regathered = [p for gather in scan.body.gathers if gather.in_backward for p in gather.params]
     regathered = [p for p in dict.fromkeys(regathered) if p.source in scan.outer_param_of]
-    stacks = [(outer, depth) for outer, depth in outside if depth]
-    scan.node_shards_in = [
-        (p, depth - 1) for p in regathered for outer, depth in stacks if scan.stacked((p, depth - 1))[0] == outer
-    ]
-    left = _mark_node_shards(scan.body, scan.node_shards_in)
-    new = [shard for shard in left if shard not in scan.node_shards_in]
-    scan.node_shards_out = [(p, depth) for p, depth in new if p.source in scan.outer_param_of]
-    return [scan.stacked(shard) for shard in scan.node_shards_out]
+    stacks = [r for r in outside if r.depth]
+    given = [Residual(p, r.depth - 1, False) for p in regathered for r in stacks]
+    given = [r for r in given if scan.stacked(r) in stacks]
+    left = _mark_node_shards(scan.body, given)
+    new = [r for r in left if r not in given and r.param.source in scan.outer_param_of]
+    scan.residuals_in, scan.residuals_out = [*scan.residuals_in, *given], [*scan.residuals_out, *new]
+    return [scan.stacked(r) for r in new]

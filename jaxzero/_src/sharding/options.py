@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -98,6 +99,7 @@ STAGES = (1, 2, 3)
 #: The options that are numbers or flags.
 _NUMBERS = ("stage", "bucket_bytes", "prefetch", "persist_bytes", "chunk_bytes", "predivide", "hierarchical")
 OFFLOAD = ("state", "params")
+REGATHER = (None, "local", "never")
 UNUSED = ("zero", "skip", "error")
 
 
@@ -167,16 +169,27 @@ def _check_offload(options: Options) -> tuple[str, ...]:
 
 
 def _check_regather(options: Options) -> None:
-    if options.regather not in (None, "local"):
+    if options.regather not in REGATHER:
         raise ValueError(
-            f"Zero: regather={options.regather!r}. Expected None or 'local'. Fix: regather='local' keeps a share of "
-            "each node for the backward pass."
+            f"Zero: regather={options.regather!r}. Expected one of {REGATHER}. Fix: regather='local' keeps a share of "
+            "each node for the backward pass, 'never' the whole parameter."
+        )
+    if options.regather == "never" and options.stage != 3:
+        raise ValueError(
+            f"Zero: regather='never' with stage={options.stage}. Expected stage=3: below it apply gathers the new "
+            "parameters. Fix: stage=3, which gathers each parameter once, where the next step first uses it."
         )
     if options.regather and options.stage != 3:
         raise ValueError(
             f"Zero: regather={options.regather!r} with stage={options.stage}. Expected stage=3, where the backward "
             "pass gathers parameters again. Fix: drop regather."
         )
+    _check_node_shards(options)
+
+
+def _check_node_shards(options: Options) -> None:
+    if options.regather == "never":
+        return
     if options.regather and (len(options.shard_axes) < 2 or options.hierarchical is False):
         raise ValueError(
             f"Zero: regather={options.regather!r} with shard_axis={options.shard_axis!r} and hierarchical="
@@ -232,9 +245,9 @@ class GatherOptions:
 
     Attributes:
       prefetch: As in `Zero`.
-      persist_bytes: As in `Zero`.
+      persist_bytes: As in `Zero`; with `regather="never"` any size persists.
       chunk_bytes: As in `Zero`; at stage 2 `bucket_bytes`, as only gradients travel.
-      regather: As in `Zero`.
+      node_shards: Whether the backward pass gathers from node shards (`regather="local"`).
       several_hops: Whether a gather has several hops.
       sum_first: Whether the terms of a gradient are added before they are reduced. Where a parameter is gathered for
         each of its uses, each term is reduced where it is computed: a sum would be whole from the first to the last.
@@ -243,7 +256,7 @@ class GatherOptions:
     prefetch: int = PREFETCH
     persist_bytes: int = PERSIST_BYTES
     chunk_bytes: int | None = CHUNK_BYTES
-    regather: str | None = None
+    node_shards: bool = False
     several_hops: bool = False
     sum_first: bool = False
 
@@ -258,12 +271,13 @@ class ReduceOptions:
 
 
 def gather_options(options: Options, axes: Axes) -> GatherOptions:
-    """The options of gathers over `axes`; `regather` has no effect where gathers take a single hop."""
+    """The options of gathers over `axes`; `regather="local"` has no effect where gathers take a single hop."""
     several = len(axes.hops) > 1
-    regather = options.regather if several else None
+    local = options.regather == "local" and several
+    persist = sys.maxsize if options.regather == "never" else options.persist_bytes
     split = options.stage == 3
     small = options.chunk_bytes if split else options.bucket_bytes
-    return GatherOptions(options.prefetch, options.persist_bytes, small, regather, several, sum_first=not split)
+    return GatherOptions(options.prefetch, persist, small, local, several, sum_first=not split)
 
 
 def reduce_options(options: Options) -> ReduceOptions:
