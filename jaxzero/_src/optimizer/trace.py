@@ -21,6 +21,7 @@ from ..sharding.layout import EvenSplit, is_split
 from ..sharding.leaves import Leaf, Leaves, StateLeaf, leaves_of, owner, shape_dtype, state_leaves
 from . import checks
 from .ownership import frozen_paths
+from .zero_updates import without_zero_updates
 
 T = TypeVar("T")
 #: A leaf of parameters, gradients or trees like them, as it is stored.
@@ -175,6 +176,7 @@ class UpdateProgram:
       new: The leaves of the updates or new parameters that come out, and their structure.
       new_state: The leaves of the state that comes out, and its structure.
       adds: Whether `new` holds parameters rather than updates.
+      unread_grads: The numbers of the gradients on which no result depends.
     """
 
     program: Program
@@ -184,6 +186,7 @@ class UpdateProgram:
     new_state: list[StateLeaf]
     new_state_tree: PyTreeDef
     adds: bool
+    unread_grads: frozenset[int] = frozenset()
 
     @property
     def moving(self) -> list[Leaf]:
@@ -257,6 +260,9 @@ def trace_update(
     abstract = _logical(state, initial, lambda s: program_of(s).out[1])
     with _naming_state(state, initial):
         program = program_of(abstract)
+    first = len(grads.leaves) + len(jax.tree.leaves(abstract))
+    adding = range(len(like.leaves) if add else 0)
+    program, inputs = without_zero_updates(program, adding, [first + i for i in adding])
     new, new_state = program.out
     frozen = frozen_paths(inner, like, initial, abstract, axes)
     leaves = lambda s: state_leaves(s, like.leaves, axes.n, frozen)
@@ -268,6 +274,7 @@ def trace_update(
         leaves(new_state),
         jax.tree.structure(new_state),
         add,
+        frozenset(i for i in range(len(grads.leaves)) if i not in inputs),
     )
 
 

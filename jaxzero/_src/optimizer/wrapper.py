@@ -185,7 +185,9 @@ class Calls:
         params, local = given.params, given.manual and not self.reduced
         traced = trace_update(self.inner, given.grads, given.state, params, given.extra, given.axes, given.adds)
         known = () if params is None else params.leaves
-        return Update(self.options, given.axes, traced, given.leaves, given.split, local, known, given.split_params)
+        unread = traced.unread_grads
+        grads = tuple(dataclasses.replace(x, skipped=x.skipped or i in unread) for i, x in enumerate(given.leaves))
+        return Update(self.options, given.axes, traced, grads, given.split, local, known, given.split_params)
 
     def _split_params(self, call: str, leaves: Leaves, arrays: Sequence[StoredLeaf], manual: bool) -> tuple[bool, ...]:
         """Which parameters come as shares: an `EvenSplit` is one, and at stage 3 every leaf that is cut."""
