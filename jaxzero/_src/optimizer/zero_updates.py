@@ -64,9 +64,8 @@ def _copies(eqns: Sequence[JaxprEqn]) -> dict[Any, Any]:
     for eqn in eqns:
         name, ins = eqn.primitive.name, eqn.invars
         zero = [is_zero(x) for x in ins]
-        if name in _KEEP_ZEROS and len(ins) == 1 and zero[0]:
-            zeros.update(eqn.outvars)
-        elif name == p.MUL and any(zero[i] and _is_finite(ins[1 - i]) for i in range(2)):
+        scaled = name == p.MUL and any(zero[i] and _is_finite(ins[1 - i]) for i in range(2))
+        if scaled or (name in _KEEP_ZEROS and len(ins) == 1 and zero[0]):
             zeros.update(eqn.outvars)
         elif name in _SUMS and any(zero):
             x = ins[0] if zero[1] else ins[1]
