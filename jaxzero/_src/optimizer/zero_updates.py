@@ -51,9 +51,12 @@ def without_zero_updates(program: Program, results: Sequence[int], params: Seque
             new[result] = outs[result] = jaxpr.invars[param]
     made_by = {v: eqn for eqn in eqns for v in eqn.outvars}
     read = needed(variables(outs), lambda v: variables(made_by[v].invars) if v in made_by else ())
+    inputs = {i for i in every if jaxpr.invars[i] in read}
+    if new == list(jaxpr.outvars):
+        return program, inputs
     left, _ = needed_equations(jaxpr.eqns, new)
     part = JaxprPart(list(jaxpr.constvars), list(jaxpr.invars), new, left)
-    return dataclasses.replace(program, jaxpr=part), {i for i in every if jaxpr.invars[i] in read}
+    return dataclasses.replace(program, jaxpr=part), inputs
 
 
 def _copies(eqns: Sequence[JaxprEqn]) -> dict[Any, Any]:
