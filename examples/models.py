@@ -40,6 +40,11 @@ class How:
             return [block] * layers
         return {name: jax.ShapeDtypeStruct((layers, *x.shape), x.dtype) for name, x in block.items()}
 
+    def with_remat(self, remat: bool | None) -> "How":
+        """The same with each layer under `jax.checkpoint` or not; `None`: as it is. `jaxzero fit` tries both."""
+        same = lambda f: f
+        return self if remat is None else dataclasses.replace(self, wrap=jax.checkpoint if remat else same)
+
     def through(self, layer: Callable[..., jax.Array], x: jax.Array, layers: Any) -> jax.Array:
         """The result of all layers for the input `x`."""
         run = self.wrap(lambda x, p: self.constrain(layer(x, p)))
@@ -51,13 +56,15 @@ class How:
         return x
 
 
-def llama_8b(texts: int = 64, how: How = How()) -> Problem:
+def llama_8b(texts: int = 64, how: How = How(), remat: bool | None = None) -> Problem:
     """8.0 B parameters in bfloat16: grouped queries, rotary positions, gated networks; texts of 2048 tokens."""
+    how = how.with_remat(remat)
     return llama(128256, width=4096, hidden=14336, layers=32, heads=32, groups=8, batch=(texts, 2048), how=how)
 
 
-def gpt_3b(texts: int = 32, how: How = How()) -> Problem:
+def gpt_3b(texts: int = 32, how: How = How(), remat: bool | None = None) -> Problem:
     """3.4 B parameters in float32, the embedding also used as the output matrix; texts of 512 tokens."""
+    how = how.with_remat(remat)
     return gpt(32000, width=4096, layers=16, heads=8, batch=(texts, 512), how=how)
 
 

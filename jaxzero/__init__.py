@@ -8,6 +8,7 @@ from ._src.analysis.predict import Prediction, predict
 from ._src.analysis.topology import topology
 from ._src.analysis.verify import Verification
 from ._src.checkpoint.api import latest, restore, save
+from ._src.fit.api import Fit, FitOptions, fit
 from ._src.optax_wrappers import mics, zero1, zero2, zero3
 from ._src.optimizer.loss_scale import dynamic_loss_scale
 from ._src.optimizer.master_weights import master_weights
@@ -19,6 +20,8 @@ __all__ = [
     "Collective",
     "Collectives",
     "EvenSplit",
+    "Fit",
+    "FitOptions",
     "Machine",
     "Memory",
     "Prediction",
@@ -26,6 +29,7 @@ __all__ = [
     "Zero",
     "collectives",
     "dynamic_loss_scale",
+    "fit",
     "latest",
     "machine",
     "master_weights",

@@ -10,16 +10,17 @@ from typing import Annotated, Any
 
 import tyro
 
-from . import compile, doctor, export, plan
+from . import compile, doctor, export, fit, plan
 
 #: One module for each command: `COMMAND` is the class of its arguments, whose `run()` executes it.
-COMMANDS = (plan, compile, export, doctor)
-ABOUT = """ZeRO for JAX: see a plan, compile for a machine that is not here, export a checkpoint, check an installation.
+COMMANDS = (plan, compile, fit, export, doctor)
+ABOUT = """ZeRO for JAX: see a plan, compile for a machine that is not here, choose settings for it, export a
+checkpoint, check an installation.
 
 jaxzero --version prints the versions of jaxzero and jax.
 
-Exit status: 0; 1 if a check failed; 2 if what was asked cannot be done. Results go to stdout, with --json as one
-JSON document; progress and errors go to stderr."""
+Exit status: 0; 1 if a check failed or nothing fits; 2 if what was asked cannot be done. Results go to
+stdout, with --json as one JSON document; progress and errors go to stderr."""
 
 
 def run(argv: Sequence[str] | None) -> int:

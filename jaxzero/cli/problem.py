@@ -1,6 +1,7 @@
 """A training problem from the value of a user's function: parameters, and a loss and a batch if there are any."""
 
 import dataclasses
+import inspect
 import math
 import sys
 from collections.abc import Callable, Sequence
@@ -62,13 +63,19 @@ class Problem:
         return dataclasses.replace(self, batch=tuple(resized))
 
 
-def problem_of(name: str) -> Problem:
+def takes_remat(name: str) -> bool:
+    """Whether the user's function has an argument `remat`."""
+    f = load(name)
+    return callable(f) and "remat" in inspect.signature(f).parameters
+
+
+def problem_of(name: str, **arguments: bool) -> Problem:
     """Calls the user's `module:function` and reads what it returns."""
     f = load(name)
     if not callable(f):
         raise ValueError(f"{name} is a {type(f).__name__}, not a function. Fix: name a function without arguments.")
     with running(name):
-        value = f()
+        value = f(**arguments)
     with running(f"reading what {name} returned"):
         problem = read(value)
     if problem is None:

@@ -244,6 +244,26 @@ def test_compile_predicts_the_time_on_a_machine(models, capsys, monkeypatch):
     assert "examples per second" in out
 
 
+def test_fit_prints_what_fits(models, capsys, monkeypatch, tmp_path):
+    """The devices are those of this process; `remat` is an argument of the function."""
+    from jaxzero.cli import fit
+
+    monkeypatch.setattr(fit, "topology", lambda name: __import__("numpy").array(jax.devices()))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with open("cli_models.py", "a") as file:
+        file.write("def both(remat=False): return params(), jax.checkpoint(loss) if remat else loss, f32(16, 64)\n")
+    arguments = ("fit", "cli_models:both", "--topology", "h100:1x8", "--compiles", "2")
+    status, out, err = run(capsys, *arguments, "--memory", "1MB", "--json")
+    found = json.loads(out)
+    assert (status, found["memory"]) == (0, 1e6), err
+    assert found["constructor"] == found["trials"][0]["constructor"]
+    assert 1 <= sum(x["found"] is not None for x in found["trials"]) <= 2
+    assert "1 of 2: stage" in err
+    assert any(x["way"]["remat"] for x in found["trials"])
+    status, out, _ = run(capsys, *arguments, "--memory", "20kB")
+    assert (status, "Nothing fits 20 kB" in out) == (1, True)
+
+
 def test_a_topology_that_the_mesh_does_not_fit(monkeypatch):
     monkeypatch.setattr(compile, "topology", lambda name: __import__("numpy").array(jax.devices()))
     wrong = compile.Compile(target="a:b", topology="h100:1x8", mesh="data=4")
@@ -331,6 +351,7 @@ BAD = [
         ["--figures without --topology", "Fix"],
     ),
     (("compile", "cli_models:mlp", "--topology", "h100", "--figures", "lanch=1"), ["unknown figure", "did you mean"]),
+    (("fit", "cli_models:mlp", "--topology", "h100", "--memory", "lots"), ["--memory lots: expected bytes", "70GB"]),
     (("compile", "cli_models:mlp"), ["neither --topology nor --mesh", "Fix"]),
     (("compile", "cli_models:params", *MESH), ["a step needs a loss", "Fix"]),
 ]
