@@ -10,7 +10,7 @@ project = "jaxzero"
 release = version = importlib.metadata.version(project)
 author = "The jaxzero authors"
 
-extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
 root_doc = "docs/index"
 include_patterns = [
     "README.md",
@@ -27,6 +27,8 @@ exclude_patterns = [".*", "jaxzero", "tests", "benchmarks/measured", "runs", "di
 nb_execution_mode = "off"  # outputs are committed; the tests execute the notebooks
 nb_merge_streams = True
 myst_heading_anchors = 3
+myst_enable_extensions = ["substitution"]
+myst_substitutions = {"version": version}
 
 default_role = "code"  # docstrings mark code with single backticks
 autodoc_typehints = "none"  # the docstrings say shapes, which types do not
@@ -35,7 +37,11 @@ add_module_names = False
 python_display_short_literal_types = True
 
 html_theme = "furo"
-html_title = "jaxzero"
+html_title = f"jaxzero {version}"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+templates_path = ["_templates"]
+html_additional_pages = {"index": "to_index.html"}  # the sources begin at the repository, so the pages are in docs/
 
 
 def _signature_of_zero(app, what, name, obj, options, signature, return_annotation):

@@ -31,6 +31,12 @@ def test_site_builds_without_warnings(tmp_path):
     api = (tmp_path / "docs/api.html").read_text()
     methods = [f"Zero.{name}" for name, x in inspect.getmembers(jaxzero.Zero) if callable(x) and name[0] != "_"]
     assert [name for name in (*PUBLIC, *methods) if f'id="jaxzero.{name}"' not in api] == []
+    assert "Zero(mesh=None, *, stage=2, " in re.sub(r"<[^>]+>", "", api).replace("\n", " ")
+    assert 'href="../_modules/jaxzero/' in api  # source links
+    assert "url=docs/index.html" in (tmp_path / "index.html").read_text()
+    index = (tmp_path / "docs/index.html").read_text()
+    assert f"version {jaxzero.__version__}" in re.sub(r"<[^>]+>", "", index)
+    assert "genindex.html" in index
     assert "visualize_array_sharding" in (tmp_path / "notebooks/01_stages.html").read_text()
 
 
