@@ -32,6 +32,7 @@ from ..sharding.options import GatherOptions
 from .gathers import START, Gather, GatheredParam, assign_gathers
 from .gradient_terms import GradientTerms, find_terms, is_zero
 from .reorder import defer_wgrads, wgrad_steps
+from .scatter_sums import scatter_onto_sums
 from .views import View, view_through
 
 T = TypeVar("T")
@@ -252,6 +253,7 @@ def _schedule(
     place: _Place,
 ) -> Schedule:
     """The schedule of a program or a scan's body, some inputs of which are `views`; steps are numbered last."""
+    flat = scatter_onto_sums(flat) if options.sum_first else flat
     end, least = place.forward_end(flat), options.chunk_bytes or 0
     terms = find_terms(flat, grads, sum_first=options.sum_first)
     views, scans = _follow_views(flat, layouts, views, grads, terms, options, place)

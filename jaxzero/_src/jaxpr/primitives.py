@@ -43,9 +43,10 @@ VARYING_CAST = "pvary"
 DYNAMIC_SLICE = core.dynamic_slice_p.name
 DYNAMIC_UPDATE_SLICE = core.dynamic_update_slice_p.name
 GATHER = core.gather_p.name
+SCATTER_ADD = core.scatter_add_p.name
 SCATTERS = (
     core.scatter_p.name,
-    core.scatter_add_p.name,
+    SCATTER_ADD,
     "scatter-sub",
     core.scatter_mul_p.name,
     core.scatter_min_p.name,
