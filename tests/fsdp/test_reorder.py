@@ -99,3 +99,33 @@ def test_gradients_that_the_forward_pass_makes(mesh8, prefetch):
     want = jax.value_and_grad(loss)(params, x)
     np.testing.assert_allclose(value, want[0], rtol=1e-5)
     helpers.close(zero.gather(grads), want[1])
+
+
+def shared_in_a_row(p, x):
+    """One matrix, used four times in a row, then another."""
+    for _ in range(4):
+        x = jnp.tanh(x @ p["w"])
+    return jnp.mean(jnp.square(x @ p["v"]))
+
+
+def tied(p, x):
+    """One matrix at the start and at the end, with another between."""
+    return jnp.mean(jnp.square(jnp.tanh(jnp.tanh(x @ p["w"]) @ p["v"]) @ p["w"].T))
+
+
+@pytest.mark.parametrize(
+    ("loss", "regather", "times"), [(shared_in_a_row, None, 1), (tied, None, 2), (tied, "never", 1)]
+)
+def test_a_shared_weight_is_reduced_once_while_it_is_whole_anyway(mesh8, loss, regather, times):
+    """Where another parameter is gathered between its uses, the sum would be whole beside that."""
+    params = {name: 0.3 * jax.random.normal(jax.random.key(i), (16, 16)) for i, name in enumerate("wv")}
+    x = jax.random.normal(jax.random.key(2), (16, 16))
+    zero = jaxzero.Zero(mesh8, stage=3, chunk_bytes=None, persist_bytes=0, regather=regather).observe(loss, params, x)
+    split = zero.shard(params)
+    compiled = jax.jit(zero.value_and_grad(loss)).lower(split, x).compile()
+    sent = [c.nbytes for c in jaxzero.collectives(compiled, mesh8) if c.kind == "reduce-scatter"]
+    assert sum(sent) == (times + 1) * 16 * 16 * 4
+    helpers.close(zero.gather(compiled(split, x)[1]), jax.grad(loss)(params, x))
+    plan = zero.plan(params)
+    assert sum(s.nbytes for s in plan.traffic if s.kind == "reduce-scatter") == sum(sent) * 7 // 8
+    assert any("w 2 times" in note for note in plan.notes) == (times == 2)

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -73,6 +73,13 @@ def reductions(schedule: Schedule, leaves: Leaves) -> dict[Path, int]:
     return {trainable[position - start].path: order[first] for position, first in together.items()}
 
 
+def repeated(schedule: Schedule, leaves: Leaves) -> dict[Path, int]:
+    """How often the gradient of a leaf is reduced in a step, by key path, where that is more than once."""
+    trainable = [leaf for leaf in leaves.leaves if leaf.trainable]
+    start = len(schedule.flat.outs) - len(trainable)
+    return {trainable[p - start].path: count for p, count in schedule.reductions.items() if count > 1}
+
+
 def chunks(schedule: Schedule, held: dict[Var, Leaf]) -> dict[Path, int]:
     """The number of the gather before the first use of each leaf, by key path; `held`: the leaf of each input."""
     out: dict[Path, int] = {}
@@ -106,9 +113,25 @@ def stored_params(options: Options, leaves: Leaves) -> PyTree:
     return jax.eval_shape(lambda p: shard(options, p, CALL), whole)
 
 
+class Traced(NamedTuple):
+    """What the traces of one training step show.
+
+    Attributes:
+      traffic: What each device sends, by phase, axes and kind.
+      chunks: Stage 3: the number of the gather of each leaf, by key path.
+      buckets: Stages 1 and 2: the number of the collective that reduces each gradient.
+      repeated: Stage 3: the gradients that are reduced more than once, and how often.
+    """
+
+    traffic: tuple[Sent, ...]
+    chunks: dict[Path, int]
+    buckets: dict[Path, int]
+    repeated: dict[Path, int]
+
+
 def trace(
     options: Options, leaves: Leaves, inner: optax.GradientTransformation | None, stored: PyTree, how: GradOptions
-) -> tuple[tuple[Sent, ...], dict[Path, int], dict[Path, int]]:
+) -> Traced:
     """What one training step sends, its chunks and buckets, read from traces of `value_and_grad` and `apply`.
 
     Args:
@@ -119,11 +142,12 @@ def trace(
       how: How the loss is differentiated.
 
     Returns:
-      What each device sends, by phase, axes and kind; by key path the chunk, at stage 3, and the bucket, below.
+      What was found.
     """
     loss = loss_of(options, leaves, how)
     gathered_by: dict[Path, int] = {}
     reduced_by: dict[Path, int] = {}
+    several: dict[Path, int] = {}
 
     def run(spec: CallSpec, params: Sequence[jax.Array], arrays: Sequence[jax.Array]) -> PyTree:
         def watch(program: Program, schedule: Schedule) -> None:
@@ -131,6 +155,8 @@ def trace(
             gathered_by.update(chunks(schedule, held))
             if options.stage < 3:
                 reduced_by.update(reductions(schedule, leaves))
+            else:
+                several.update(repeated(schedule, leaves))
 
         return mean_gradient(loss.fn, how, spec, params, arrays, watch)
 
@@ -142,4 +168,5 @@ def trace(
         update = jax.make_jaxpr(apply)(grads, tx.init(stored), stored)
     sizes = dict(options.mesh.shape)
     traffic = total("gradient", backward.jaxpr, sizes) + total("update", update.jaxpr, sizes)
-    return traffic, gathered_by, reduced_by or buckets(options, leaves, resolve_axes(options, CALL)[0])
+    joined = reduced_by or buckets(options, leaves, resolve_axes(options, CALL)[0])
+    return Traced(traffic, gathered_by, joined, several)

@@ -42,26 +42,23 @@ def make_plan(
     stored = planned_traffic.stored_params(options, leaves)
     own, other, hosted, unsharded = _state(options, leaves, stored, inner)
     try:
-        (traffic, chunks, buckets), missing = planned_traffic.trace(options, leaves, inner, stored, how), ""
+        traced, missing = planned_traffic.trace(options, leaves, inner, stored, how), ""
     except MissingExtra as error:
-        (traffic, chunks, buckets), missing = (
-            planned_traffic.trace(options, leaves, None, stored, how),
-            str(error.__cause__),
-        )
+        traced, missing = planned_traffic.trace(options, leaves, None, stored, how), str(error.__cause__)
     state = sum(own.values()) + other
     return Plan(
         options.stage,
         tuple(options.mesh.shape.items()),
         axes.shard,
         axes.replica,
-        tuple(_row(options, leaf, own.get(leaf.path, 0), buckets, chunks) for leaf in leaves.leaves),
+        tuple(_row(options, leaf, own.get(leaf.path, 0), traced.buckets, traced.chunks) for leaf in leaves.leaves),
         other,
         (
             _at_rest(options, 0, leaves, unsharded, 0),
             *(_at_rest(options, s, leaves, state, hosted + _hosted(options, leaves, s)) for s in STAGES),
         ),
-        traffic,
-        _notes(options, inner, how, leaves, missing),
+        traced.traffic,
+        _notes(options, inner, how, leaves, missing) + _shared_weights(traced.repeated),
     )
 
 
@@ -98,6 +95,14 @@ def _notes(
             "order; zero.observe(loss_fn, params, *batch) makes this exact"
         )
     return tuple(out)
+
+
+def _shared_weights(repeated: dict[Path, int]) -> tuple[str, ...]:
+    """The parameters whose gradients are reduced more than once per micro-step."""
+    if not repeated:
+        return ()
+    which = ", ".join(f"{path_text(path)} {count} times" for path, count in repeated.items())
+    return (f"used in several places, with gathers between them, and reduced for each: {which}",)
 
 
 def _row(options: Options, leaf: Leaf, state: int, buckets: dict[Path, int], chunks: dict[Path, int]) -> PlannedLeaf:

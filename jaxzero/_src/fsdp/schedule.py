@@ -191,6 +191,15 @@ class Schedule(Dataflow):
         alone = (p for p, count in self.terms.count.items() if count == 1 and p not in self.groups)
         return frozenset(alone) - several
 
+    @property
+    def reductions(self) -> dict[int, int]:
+        """How often each gradient is reduced: for each of its terms, unless these are summed before; per layer in a scan."""
+        found = {p: min(count, 1) if p in self.groups else count for p, count in self.terms.count.items()}
+        for scan in self.scans.values():
+            for i, position in scan.stacked_grads.items():
+                found[position] += scan.body.reductions[i] - 1
+        return found
+
 
 @dataclasses.dataclass(frozen=True)
 class _Place:
@@ -292,7 +301,7 @@ def _schedule(
         before_scans=before_scans,
         before_scans_outer_hops=before_scans_outer_hops,
         wgrads=wgrads,
-        groups=_groups(flow, least),
+        groups=_groups(flow, least, _gather_steps(flow, gathers)),
         zeros=frozenset(v for step in flow.flat.steps if is_zero(step) for v in step.outs),
         deferred_constants=constants,
         max_in_flight=options.prefetch,
@@ -482,19 +491,36 @@ def _large_constants(steps: Sequence[Step], least: int) -> list[Step]:
     return [s for s in constant if s.ins and sum(nbytes(v.aval.shape, v.aval.dtype) for v in s.outs) >= least]
 
 
-def _groups(flow: Dataflow, limit: int) -> dict[int, list[int]]:
-    """Small gradients are reduced together, up to `limit` bytes, in the order in which they are complete."""
+def _gather_steps(flow: Dataflow, gathers: Sequence[Gather]) -> list[int]:
+    """The numbers of the steps at which a large parameter, or one of a scan's body, is gathered."""
+    return [*(gather.step for gather in gathers if gather.large), *_gathering_scans(flow)]
+
+
+def _groups(flow: Dataflow, limit: int, gather_steps: Sequence[int]) -> dict[int, list[int]]:
+    """Gradients whose terms are summed whole, and then reduced together.
+
+    These are small gradients, up to `limit` bytes, in the order in which they are complete; and, alone, a large one of
+    several terms between which nothing large is gathered: the parameter itself stays whole as long as this sum.
+    """
+    begun: dict[int, int] = {}
     complete: dict[int, int] = {}
     for number, step in enumerate(flow.flat.steps):
         for v in step.outs:
-            complete.update(dict.fromkeys(flow.terms.terms.get(v, ()), number))
+            for position in flow.terms.terms.get(v, ()):
+                begun.setdefault(position, number)
+                complete[position] = number
     alone = {p for scanned in flow.terms.scanned.values() for p in scanned.values()}
     alone |= {p for v, positions in flow.terms.terms.items() if v in flow.views for p in positions}
     groups: dict[int, list[int]] = {}
     unfilled: dict[jnp.dtype, tuple[list[int], int]] = {}
     for position in sorted(complete, key=complete.__getitem__):
         dtype, size = flow.grad_dtype(position), flow.grad_nbytes(position)
-        if position in alone or size >= limit:
+        if position in alone:
+            continue
+        if size >= limit:
+            between = (begun[position] < step <= complete[position] for step in gather_steps)
+            if flow.terms.count[position] > 1 and not any(between):
+                groups[position] = [position]
             continue
         members, total = unfilled.get(dtype, ([], 0))
         if not members or total + size > limit:
