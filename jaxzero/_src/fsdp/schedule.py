@@ -193,7 +193,7 @@ class Schedule(Dataflow):
 
     @property
     def reductions(self) -> dict[int, int]:
-        """How often each gradient is reduced: for each of its terms, unless these are summed before; per layer in a scan."""
+        """How often each gradient is reduced: for each of its terms, unless these are summed; per layer in a scan."""
         found = {p: min(count, 1) if p in self.groups else count for p, count in self.terms.count.items()}
         for scan in self.scans.values():
             for i, position in scan.stacked_grads.items():
