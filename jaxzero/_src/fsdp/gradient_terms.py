@@ -11,12 +11,13 @@ once, the step that adds them is skipped, and what is added is shares.
 
 import dataclasses
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
+from ..jaxpr.calls import nbytes
 from ..jaxpr.compat import scan_parts
 from ..jaxpr.flat import Atom, Flat, Known, Step, Var
 from ..jaxpr.primitives import ADD, ADD_ANY, BROADCAST, CONVERT, SCAN
@@ -112,3 +113,51 @@ def is_zero(step: Step, made_by: Mapping[Var, Step] | None = None) -> bool:
         made = made_by.get(x) if made_by else None
         return made is not None and is_zero(made, made_by)
     return not np.any(np.asarray(x.value))
+
+
+def group_gradients(
+    flat: Flat, found: GradientTerms, views: Container[Var], limit: int, gather_steps: Sequence[int]
+) -> dict[int, list[int]]:
+    """Gradients whose terms are summed whole, and then reduced together.
+
+    These are small gradients, up to `limit` bytes, in the order in which they are complete; and, alone, a large one of
+    several terms between which nothing large is gathered: the parameter itself stays whole as long as this sum.
+
+    Args:
+      flat: The program.
+      found: The terms.
+      views: The variables that are views of parameters.
+      limit: From how many bytes on a gradient is large.
+      gather_steps: The numbers of the steps at which large parameters are gathered.
+
+    Returns:
+      Position -> all positions of its group.
+    """
+    begun: dict[int, int] = {}
+    complete: dict[int, int] = {}
+    for number, step in enumerate(flat.steps):
+        for v in step.outs:
+            for position in found.terms.get(v, ()):
+                begun.setdefault(position, number)
+                complete[position] = number
+    alone = {p for scanned in found.scanned.values() for p in scanned.values()}
+    alone |= {p for v, positions in found.terms.items() if v in views for p in positions}
+    groups: dict[int, list[int]] = {}
+    unfilled: dict[jnp.dtype, tuple[list[int], int]] = {}
+    for position in sorted(complete, key=complete.__getitem__):
+        aval = flat.outs[position].aval  # type: ignore[union-attr]
+        dtype, size = aval.dtype, nbytes(aval.shape, aval.dtype)
+        if position in alone:
+            continue
+        if size >= limit:
+            between = (begun[position] < step <= complete[position] for step in gather_steps)
+            if found.count[position] > 1 and not any(between):
+                groups[position] = [position]
+            continue
+        members, total = unfilled.get(dtype, ([], 0))
+        if not members or total + size > limit:
+            members, total = [], 0
+        members.append(position)
+        unfilled[dtype] = (members, total + size)
+        groups[position] = members
+    return groups

@@ -30,7 +30,7 @@ from ..jaxpr.primitives import SCAN
 from ..sharding.layout import Layout
 from ..sharding.options import GatherOptions
 from .gathers import START, Gather, GatheredParam, assign_gathers
-from .gradient_terms import GradientTerms, find_terms, is_zero
+from .gradient_terms import GradientTerms, find_terms, group_gradients, is_zero
 from .reorder import defer_wgrads, wgrad_steps
 from .scatter_sums import scatter_onto_sums
 from .views import View, view_through
@@ -301,7 +301,7 @@ def _schedule(
         before_scans=before_scans,
         before_scans_outer_hops=before_scans_outer_hops,
         wgrads=wgrads,
-        groups=_groups(flow, least, _gather_steps(flow, gathers)),
+        groups=group_gradients(flow.flat, terms, views, least, _gather_steps(flow, gathers)),
         zeros=frozenset(v for step in flow.flat.steps if is_zero(step) for v in step.outs),
         deferred_constants=constants,
         max_in_flight=options.prefetch,
@@ -494,41 +494,6 @@ def _large_constants(steps: Sequence[Step], least: int) -> list[Step]:
 def _gather_steps(flow: Dataflow, gathers: Sequence[Gather]) -> list[int]:
     """The numbers of the steps at which a large parameter, or one of a scan's body, is gathered."""
     return [*(gather.step for gather in gathers if gather.large), *_gathering_scans(flow)]
-
-
-def _groups(flow: Dataflow, limit: int, gather_steps: Sequence[int]) -> dict[int, list[int]]:
-    """Gradients whose terms are summed whole, and then reduced together.
-
-    These are small gradients, up to `limit` bytes, in the order in which they are complete; and, alone, a large one of
-    several terms between which nothing large is gathered: the parameter itself stays whole as long as this sum.
-    """
-    begun: dict[int, int] = {}
-    complete: dict[int, int] = {}
-    for number, step in enumerate(flow.flat.steps):
-        for v in step.outs:
-            for position in flow.terms.terms.get(v, ()):
-                begun.setdefault(position, number)
-                complete[position] = number
-    alone = {p for scanned in flow.terms.scanned.values() for p in scanned.values()}
-    alone |= {p for v, positions in flow.terms.terms.items() if v in flow.views for p in positions}
-    groups: dict[int, list[int]] = {}
-    unfilled: dict[jnp.dtype, tuple[list[int], int]] = {}
-    for position in sorted(complete, key=complete.__getitem__):
-        dtype, size = flow.grad_dtype(position), flow.grad_nbytes(position)
-        if position in alone:
-            continue
-        if size >= limit:
-            between = (begun[position] < step <= complete[position] for step in gather_steps)
-            if flow.terms.count[position] > 1 and not any(between):
-                groups[position] = [position]
-            continue
-        members, total = unfilled.get(dtype, ([], 0))
-        if not members or total + size > limit:
-            members, total = [], 0
-        members.append(position)
-        unfilled[dtype] = (members, total + size)
-        groups[position] = members
-    return groups
 
 
 # --- residuals -------------------------------------------------------------------------------------
