@@ -14,6 +14,7 @@ HERE = pathlib.Path(__file__).parent
 #: Arguments, and the module that must be installed.
 ALL: list[tuple[list[str], str]] = [
     (["step_time.py"], "jax"),
+    (["step_model.py"], "jax"),
     (["buckets.py"], "jax"),
     (["traffic.py"], "jax"),
     (["mics_model.py"], "jax"),

@@ -134,7 +134,9 @@ def main() -> None:
     right, pairs = order(rows)
     print(f"{right} of {pairs} pairs that differ by more than {APART - 1:.0%} are ordered right")
     results.write(
-        "step_model", rows, dict(figures=figures, optimizer=given.optimizer, rounds=given.rounds, world=WORLD)
+        "step_model",
+        rows,
+        dict(order=(right, pairs), figures=figures, optimizer=given.optimizer, rounds=given.rounds, world=WORLD),
     )
 
 

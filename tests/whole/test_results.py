@@ -11,6 +11,7 @@ import optax
 import pytest
 import report
 import results
+import step_model
 import ways
 
 import jaxzero
@@ -93,6 +94,12 @@ def test_page(tmp_path, monkeypatch, capsys):
     ]
     about = dict(parameters=9, batch=16, length=8, rounds=5, **TINY)
     (results.FOLDER / "step_time.json").write_text(json.dumps(document(steps, about)))
+    known = dict(
+        figures=dict(f32=2e9, bandwidth=3e9, launch=4e-6, local=5e9, local_latency=6e-6), world=8, optimizer="adamw"
+    )
+    times = [dict(way="FSDP", measured=0.01, predicted=0.005), dict(way="stage 3", measured=0.02, predicted=0.03)]
+    predicted = document(times, known | dict(order=step_model.order(times)))
+    (results.FOLDER / "step_model.json").write_text(json.dumps(predicted))
     sizes = dict(model="gpt", arguments=2e9, peak=None, sent=1e9, hidden=0.5, seconds=7.0)
     large = [
         sizes | dict(way="FSDP + remat", total=12e9),
@@ -105,7 +112,9 @@ def test_page(tmp_path, monkeypatch, capsys):
     assert "| stage 3, 8 | 15.0 | 1.50 | 1.00 | 0.25 | 2.00 | 3.0 |" in page
     assert "| stage 3 + remat | 2.00 | 6.00 | 0.50 | 1.0 | 50% | 7 |" in page
     assert "| FSDP |  | does not fit |  |  |  |  |" in page
-    assert page.count("jax 1.2, optax 3.4, jaxzero 5.6; Linux, 2 cores; 2030-01-02.") == 2
+    assert "Of 1 pairs of ways that differ by more than 15 %, 1 are ordered right." in page
+    assert "| FSDP | 10.0 | 5.0 | 0.50 |" in page
+    assert page.count("jax 1.2, optax 3.4, jaxzero 5.6; Linux, 2 cores; 2030-01-02.") == 3
     assert "16 TPU" not in page
     for name in ("step_time", "h100_2x8"):
         assert (results.FOLDER / f"{name}.svg").exists()
@@ -119,3 +128,9 @@ def test_results_are_written_with_versions(tmp_path, monkeypatch):
     results.write("some", [{"a": 1}], {"b": 2})
     found = results.read("some")
     assert (found["rows"], found["about"], found["versions"]["jax"]) == ([{"a": 1}], {"b": 2}, jax.__version__)
+
+
+def test_pairs_are_ordered():
+    """Pairs within 15 % are left out; of the others one is predicted the wrong way round."""
+    row = lambda measured, predicted: dict(measured=measured, predicted=predicted)
+    assert step_model.order([row(1.0, 5.0), row(1.1, 1.0), row(2.0, 3.0), row(4.0, 9.0)]) == (4, 5)
