@@ -121,8 +121,8 @@ def step_model(document: dict[str, Any]) -> str:
         [
             "## Predicted time, compared with measured steps",
             f"`jaxzero.predict` on {about['world']} virtual CPU devices, with constants measured on the same machine, "
-            f"none of them fitted to a step: {figures['f32'] / 1e9:.2f} GFLOP/s and {figures['bandwidth'] / 1e9:.2f} GB/s for "
-            f"each device, {1e6 * figures['launch']:.1f} us for an instruction, collectives with "
+            f"none of them fitted to a step: {figures['f32'] / 1e9:.2f} GFLOP/s and {figures['bandwidth'] / 1e9:.2f} "
+            f"GB/s for each device, {1e6 * figures['launch']:.1f} us for an instruction, collectives with "
             f"{figures['local'] / 1e9:.2f} GB/s and {1e6 * figures['local_latency']:.1f} us for each step of a ring. "
             f"The step is that of the tables above, with {about['optimizer']}.",
             f"Of {pairs} pairs of ways that differ by more than 15 %, {right} are ordered right. The predicted time is "
