@@ -122,8 +122,9 @@ def faster(way: Way) -> list[Way]:
     change = lambda **new: dataclasses.replace(way, **new)
     out = []
     if way.stage == 3:
+        local = [change(regather=LOCAL)] if way.several_nodes and way.hops else []
+        out += [] if way.regather else [change(regather="never"), *local]
         out += [change(prefetch=2 * way.prefetch if way.prefetch else PREFETCH)]
-        out += [change(regather=LOCAL)] if way.several_nodes and way.hops and way.regather is None else []
         out += [change(chunk_bytes=4 * way.chunk_bytes), change(persist_bytes=16 * way.persist_bytes or PERSIST_BYTES)]
         out += [change(prefetch=way.prefetch // 2)] if way.prefetch else []
     else:
