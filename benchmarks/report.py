@@ -126,7 +126,8 @@ def step_model(document: dict[str, Any]) -> str:
             f"{figures['local'] / 1e9:.2f} GB/s and {1e6 * figures['local_latency']:.1f} us for each step of a ring. "
             f"The step is that of the tables above, with {about['optimizer']}.",
             f"Of {pairs} pairs of ways that differ by more than 15 %, {right} are ordered right. The predicted time is "
-            f"{min(map(ratio, rows)):.2f} to {max(map(ratio, rows)):.2f} of the measured one.",
+            f"{min(map(ratio, rows)):.2f} to {max(map(ratio, rows)):.2f} of the measured one. Other "
+            "programs ran on the machine. For GPUs and TPUs no prediction has been compared with a measured step.",
             origin(document),
             table(["way", "measured, ms", "predicted, ms", "ratio"], lines),
         ]
