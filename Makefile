@@ -21,7 +21,7 @@ QUICK := $(addprefix tests/,sharding jaxpr checkpoint/test_chunks.py fsdp/test_g
   gradients/test_batch.py comm/test_collectives.py analysis/test_table.py analysis/test_hlo.py analysis/test_plan.py \
   whole/test_messages.py whole/test_helpers.py whole/test_project.py whole/test_smoke.py)
 
-.PHONY: train bench quick test test-all grid lint docs notebooks package clean
+.PHONY: train bench quick test test-all grid lint docs notebooks lab package clean
 
 train: $(VENV)/.examples
 	$(BIN)/python examples/train_gpt.py $(ARGS)
@@ -57,6 +57,10 @@ docs: $(VENV)/.docs
 # Executes the notebooks and keeps their outputs.
 notebooks: $(VENV)/.test
 	$(BIN)/python notebooks/execute.py $(ARGS)
+
+# Opens the notebooks in a browser.
+lab: $(VENV)/.lab
+	$(BIN)/jupyter lab --notebook-dir .
 
 # Builds the wheel and the source distribution, installs each in an environment of its own and trains a step there.
 package: $(VENV)/.test

@@ -58,6 +58,7 @@ def train(zero: jaxzero.Zero, model: Net, wrt: Any, pixels: np.ndarray, labels: 
         _, grads = jaxzero.nnx.value_and_grad(zero, loss_fn, wrt=wrt)(model, pixels, labels)
         optimizer.update(model, grads)
 
+    print("compiling the first step", flush=True)
     rng = np.random.default_rng(0)
     for _ in range(STEPS):
         batch = rng.choice(1437, BATCH, replace=False)

@@ -16,7 +16,7 @@ import socket
 import subprocess
 import sys
 import threading
-from typing import Any
+from typing import Any, Literal, NoReturn
 
 os.environ.setdefault("NPROC", "32")  # several devices on fewer CPU cores need more threads than cores
 
@@ -41,7 +41,7 @@ class Options:
     """How many processes."""
     devices: int = 4
     """CPU devices of each process."""
-    stage: int = 3
+    stage: Literal[1, 2, 3] = 3
     """ZeRO stage."""
     steps: int = 20
     """Training steps."""
@@ -53,6 +53,28 @@ class Options:
     """Number of this process; default: this program starts the processes."""
     timeout: int = 60
     """Seconds to wait for the other processes."""
+
+
+def fail(message: str) -> NoReturn:
+    """End the program with one line."""
+    print(f"multi_process: {message}", file=sys.stderr)
+    sys.exit(2)
+
+
+def check(options: Options) -> None:
+    """Refuse options that cannot work, in one line, before a process starts."""
+    for name in ("processes", "devices", "steps", "timeout"):
+        if getattr(options, name) < 1:
+            fail(f"--{name} {getattr(options, name)}: expected 1 or more")
+    if options.process is not None and not 0 <= options.process < options.processes:
+        fail(f"--process {options.process}: expected 0 to {options.processes - 1}")
+    if options.process is not None and not options.coordinator:
+        fail(f"--process {options.process}: the processes meet where? Give --coordinator too")
+    if options.checkpoint_dir is not None:
+        try:
+            options.checkpoint_dir.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            fail(f"--checkpoint-dir {options.checkpoint_dir}: {error.strerror}")
 
 
 def start(options: Any) -> int:
@@ -160,6 +182,8 @@ def train(options: Options) -> None:
         params = zero.init(init_fn, jax.random.key(0))
         state = jax.jit(tx.init)(params)
 
+    if jax.process_index() == 0 and first < options.steps:
+        print(f"compiling step {first + 1}", flush=True)
     by_example = NamedSharding(mesh, P("data"))
     for i in range(first, options.steps):
         mine = examples_of(jax.process_index(), i, 8 * jax.local_device_count())
@@ -181,6 +205,7 @@ def train(options: Options) -> None:
 
 def main(options: Options) -> None:
     """Start the processes, or run as one of them."""
+    check(options)
     if options.process is None:
         sys.exit(start(options))
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C prints no traceback of each process

@@ -12,6 +12,7 @@ virtual CPU devices.
 """
 
 import os
+import sys
 from typing import Literal
 
 os.environ.setdefault("NPROC", "32")  # eight devices on fewer CPU cores need more threads than cores
@@ -69,6 +70,9 @@ def main(stage: Literal[1, 2, 3] = 3, steps: int = 150) -> None:
       stage: ZeRO stage.
       steps: Training steps of 128 digits.
     """
+    if steps < 1:
+        print(f"nnx_vit: --steps {steps}: expected 1 or more", file=sys.stderr)
+        sys.exit(2)
     jax.config.update("jax_num_cpu_devices", 8)
     digits = sklearn.datasets.load_digits()
     images, labels = (digits.images / 16).astype(np.float32), digits.target.astype(np.int32)
@@ -90,6 +94,7 @@ def main(stage: Literal[1, 2, 3] = 3, steps: int = 150) -> None:
         optimizer.update(model, grads)
         return loss
 
+    print("compiling the first step", flush=True)
     rng = np.random.default_rng(1)
     for i in range(steps):
         batch = rng.choice(training, BATCH, replace=False)

@@ -135,9 +135,10 @@ class Compile(Settings):
         print(f"{self.target}, stage {self.stage}, {self.optimizer}, {self.topology or 'virtual CPU devices'}, {axes}")
         print(f"compiled in {seconds:.1f} s by jax {jax.__version__}")
         print(needed)
+        print("  total = arguments + temporaries + outputs - aliased")
         columns = ("collective", "mesh axes", "in a loop", "calls", "sent by each device", "overlapped")
         output.table("collectives of one step", columns, _summary(found), left=3)
-        print(f"{size_text(round(found.sent()))} sent by each device")
+        print(f"{size_text(round(found.sent()))} sent by each device: all rows; calls in a loop count per iteration")
         if time_of:
             print(time_of.text(unit))
         if problem.note:

@@ -206,7 +206,8 @@ def test_compile_prints_tables(models, capsys):
     assert status == 0
     assert re.search(r"reduce-scatter +data +yes +2 ", out)
     assert "temporaries" in out
-    assert "sent by each device" in out
+    assert "sent by each device: all rows" in out
+    assert "total = arguments + temporaries + outputs - aliased" in out
 
 
 @pytest.mark.parametrize("command", [compile.Compile, plan.Plan])

@@ -1,5 +1,6 @@
 """The examples as a user runs them: a short run that learns, and one line for each bad option."""
 
+import importlib
 import io
 import json
 import math
@@ -300,6 +301,31 @@ def figure(pattern, text):
     found = re.search(pattern, text)
     assert found, text
     return float(found[1].replace(",", ""))
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("nnx_vit.py --steps 0", "nnx_vit: --steps 0: expected 1 or more"),
+        ("multi_process.py --processes 0", "multi_process: --processes 0: expected 1 or more"),
+        ("multi_process.py --devices -1", "multi_process: --devices -1: expected 1 or more"),
+        ("multi_process.py --process 2 --coordinator localhost:1", "multi_process: --process 2: expected 0 to 1"),
+        ("multi_process.py --process 0", "multi_process: --process 0: the processes meet where? Give --coordinator"),
+        ("multi_process.py --checkpoint-dir LICENSE", "multi_process: --checkpoint-dir LICENSE: File exists"),
+    ],
+)
+def test_a_wrong_option_is_one_line(command, message, monkeypatch, capsys):
+    name, *arguments = command.split()
+    monkeypatch.chdir(ROOT)
+    module = importlib.import_module(name.removesuffix(".py"))
+    options = {"nnx_vit": module.main, "multi_process": getattr(module, "Options", None)}[module.__name__]
+    run = lambda: module.main(tyro.cli(options, args=arguments))
+    with pytest.raises(SystemExit) as stop:
+        run()
+    error = capsys.readouterr().err
+    assert stop.value.code == 2
+    assert error.startswith(message)
+    assert error.count("\n") == 1
 
 
 def test_shard_map_by_hand():
