@@ -34,32 +34,31 @@ BATCHES = checks.quadratic_batches(3)
 #: With state, and without a division that hides errors of scale, as Adam has it.
 INNER = optax.sgd(0.1, momentum=0.9)
 
-Tx = optax.GradientTransformation
-Wrap = Callable[[Tx], Tx]
+Wrap = Callable[[optax.GradientTransformation], optax.GradientTransformation]
 
 
-def before(*transformations: Tx) -> Callable[[Wrap], Tx]:
+def before(*transformations: optax.GradientTransformation) -> Callable[[Wrap], optax.GradientTransformation]:
     """Transformations of gradients, then the wrapped optimizer."""
     return lambda wrap: optax.chain(*transformations, wrap(INNER))
 
 
-def after(*transformations: Tx) -> Callable[[Wrap], Tx]:
+def after(*transformations: optax.GradientTransformation) -> Callable[[Wrap], optax.GradientTransformation]:
     """The wrapped optimizer, then transformations of its updates."""
     return lambda wrap: optax.chain(wrap(INNER), *transformations)
 
 
-def masked(wrap: Wrap) -> Tx:
+def masked(wrap: Wrap) -> optax.GradientTransformation:
     """With what the mask leaves out not moved at all."""
     rest = {k: not v for k, v in MASK.items()}
     return optax.chain(optax.masked(wrap(INNER), MASK), optax.masked(optax.set_to_zero(), rest))
 
 
-def inject(wrap: Wrap) -> Tx:
+def inject(wrap: Wrap) -> optax.GradientTransformation:
     return optax.inject_hyperparams(lambda rate: wrap(optax.adamw(rate)))(rate=lambda count: 0.1 / (1 + count))
 
 
 #: From the place and the name to a function of `zero.optimizer`, or of the identity, that makes the optimizer.
-CASES: dict[tuple[str, str], Callable[[Wrap], Tx]] = {
+CASES: dict[tuple[str, str], Callable[[Wrap], optax.GradientTransformation]] = {
     ("before", "clip"): before(optax.clip(0.1)),
     ("before", "scale_by_schedule"): before(optax.scale_by_schedule(lambda count: 1.0 / (1 + count))),
     ("before", "zero_nans"): before(optax.zero_nans()),
@@ -78,7 +77,7 @@ CASES: dict[tuple[str, str], Callable[[Wrap], Tx]] = {
     ("after", "add_decayed_weights"): after(optax.add_decayed_weights(-0.01)),
     ("after", "clip_by_global_norm"): after(optax.clip_by_global_norm(0.1)),
     ("after", "clip_by_block_rms"): after(optax.clip_by_block_rms(0.01)),
-    ("after", "scale_by_trust_ratio"): after(optax.scale_by_trust_ratio()),
+    ("after", "scale_by_trust_ratio"): after(optax.scale_by_trust_ratio(), optax.scale(0.1)),
     ("after", "keep_params_nonnegative"): after(optax.keep_params_nonnegative()),
     ("around", "inject_hyperparams"): inject,
     ("around", "multi_transform"): lambda wrap: optax.multi_transform(
@@ -95,7 +94,7 @@ CASES: dict[tuple[str, str], Callable[[Wrap], Tx]] = {
 }
 
 
-def plain(make: Callable[[Wrap], Tx]) -> Any:
+def plain(make: Callable[[Wrap], optax.GradientTransformation]) -> Any:
     """The parameters of the unsharded run."""
     tx, params = make(lambda inner: inner), PARAMS
     state = tx.init(params)
@@ -105,7 +104,7 @@ def plain(make: Callable[[Wrap], Tx]) -> Any:
     return params
 
 
-def on_global_arrays(make: Callable[[Wrap], Tx], stage: int) -> Any:
+def on_global_arrays(make: Callable[[Wrap], optax.GradientTransformation], stage: int) -> Any:
     """Those of a run with the gradients of `value_and_grad`."""
     zero = jaxzero.Zero(helpers.make_mesh(8), stage=stage)
     tx, params = make(zero.optimizer), zero.shard(PARAMS)
@@ -122,7 +121,7 @@ def on_global_arrays(make: Callable[[Wrap], Tx], stage: int) -> Any:
     return zero.gather(params)
 
 
-def inside(make: Callable[[Wrap], Tx]) -> Any:
+def inside(make: Callable[[Wrap], optax.GradientTransformation]) -> Any:
     """Those of a run in a `shard_map`, behind `reduce_gradients`."""
     mesh = helpers.make_mesh(8)
     wrap = lambda inner: jaxzero.zero2(inner, "data", grads="reduced")

@@ -47,7 +47,7 @@ def update(calls: Any, grads: PyTree, state: PyTree, params: PyTree, extra: dict
     """The update of a wrapped optimizer: its updates, or inside `apply` the new parameters."""
     note = _note.get()
     if note is None:
-        return calls.update(grads, state, params, extra)  # type: ignore[no-any-return]
+        return calls.update(grads, state, params, extra)
     note.check_given("gradient", grads)
     note.check_given("parameter", params)
     new, new_state = calls.apply(grads, state, params, extra)
