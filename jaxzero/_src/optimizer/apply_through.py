@@ -77,7 +77,7 @@ def apply(tx: Any, grads: PyTree, state: PyTree, params: PyTree, extra: dict[str
     token = _note.set(note)
     try:
         new, new_state = optax.with_extra_args_support(tx).update(grads, state, params, **extra)
-    except (TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         if not note.applied:
             raise error if str(error).startswith("apply: ") else checks.not_wrapped(tx) from error
         raise _changed(f"its update raises {type(error).__name__}") from error
