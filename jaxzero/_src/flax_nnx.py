@@ -18,7 +18,7 @@ from flax import nnx
 from jax.sharding import NamedSharding
 
 from ._types import PyTree
-from .gradients.call import cached_by_callable
+from .gradients.compiled import calling
 from .sharding.place import is_traced
 from .zero import Zero
 
@@ -133,7 +133,7 @@ def observe(zero: Zero, loss_fn: Callable[..., Any], model: Any, *batch: PyTree)
       >>> len(zero.observed.order)
       2
     """
-    loss = _loss(zero, loss_fn, False, nnx.Param)
+    loss = _loss(loss_fn, False, nnx.Param)
     return zero.observe(lambda *args: loss(*args)[0], *_split(model), *batch, whole_argnums=2)
 
 
@@ -177,7 +177,7 @@ def value_and_grad(
     if options.get("aux") is not None:
         options["aux"] = _with_changes(options["aux"])
     positions = _moved(options.pop("whole_argnums", ()))
-    grad_fn = zero.value_and_grad(_loss(zero, loss_fn, bool(has_aux), wrt), True, whole_argnums=positions, **options)
+    grad_fn = zero.value_and_grad(_loss(loss_fn, bool(has_aux), wrt), True, whole_argnums=positions, **options)
 
     def call(model: Any, *batch: Any, **more: Any) -> Any:
         (value, (aux, changed)), grads = grad_fn(*_split(model), *batch, **more)
@@ -213,7 +213,7 @@ def forward(zero: Zero, fn: Callable[..., Any], **options: Any) -> Callable[...,
       (8, 3)
     """
     positions = _moved(options.pop("whole_argnums", ()))
-    call = zero.forward(_function(zero, fn), whole_argnums=positions, **options)
+    call = zero.forward(_function(fn), whole_argnums=positions, **options)
     return lambda model, *batch: call(*_split(model), *batch)
 
 
@@ -240,8 +240,7 @@ def _stack(keys: Any) -> jax.Array:
     return jnp.stack([_stack(key) for key in keys]) if isinstance(keys, list) else keys
 
 
-@cached_by_callable
-def _loss(zero: Zero, loss_fn: Callable[..., Any], has_aux: bool, wrt: Any) -> Callable[..., Any]:
+def _loss(loss_fn: Callable[..., Any], has_aux: bool, wrt: Any) -> Callable[..., Any]:
     """The loss as a function of the parts of a model; its aux is the user's, and the variables that changed."""
 
     @functools.wraps(loss_fn)
@@ -255,18 +254,17 @@ def _loss(zero: Zero, loss_fn: Callable[..., Any], has_aux: bool, wrt: Any) -> C
         changed = {path: x for path, x in after.items() if path in before and x is not before[path]}
         return value, (aux, changed)
 
-    return loss
+    return calling(loss_fn, loss)
 
 
-@cached_by_callable
-def _function(zero: Zero, fn: Callable[..., Any]) -> Callable[..., Any]:
+def _function(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Any function of a model as a function of the parts of the model."""
 
     @functools.wraps(fn)
     def call(params: Any, graph: Any, others: Any, keys: Any, *batch: Any) -> Any:
         return fn(_merge(graph, params, others, keys), *batch)
 
-    return call
+    return calling(fn, call)
 
 
 def _values(state: Any) -> dict[Any, Any]:

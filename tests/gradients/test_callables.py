@@ -65,7 +65,7 @@ def test_any_callable_is_a_loss(mesh8, stage, name):
 
 
 def test_a_callable_that_was_changed_in_between(mesh8):
-    """It has no hash, so nothing is kept of it from one call of `zero.value_and_grad` to the next."""
+    """Each eager call traces it anew, with or without a hash."""
     loss, p, x = Unhashable(1.0), {"w": jnp.ones((8, 3))}, jnp.ones((16, 8))
     zero = jaxzero.Zero(mesh8, stage=2)
     first, _ = zero.value_and_grad(loss)(p, x)

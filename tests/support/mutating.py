@@ -38,7 +38,7 @@ def clear():
     jax.clear_caches()
     for module in MODULES:
         for value in vars(module).values():
-            if hasattr(value, "cache_clear"):
+            if hasattr(value, "cache_clear") and not isinstance(value, type):
                 value.cache_clear()
 
 

@@ -3,6 +3,7 @@
 Each row gives the patterns that a message must hold, in any order; wording is free.
 """
 
+import dataclasses
 import functools
 
 import checks
@@ -520,3 +521,64 @@ def test_an_abstract_mesh_holds_no_arrays(stage):
     }.items():
         with refused(f"^{call}: the mesh of this Zero holds no arrays", "devices", FIX):
             f()
+
+
+# --- what a loss may not do ----------------------------------------------------------------------
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["a"], meta_fields=["fixed"])
+@dataclasses.dataclass
+class Stats:
+    a: jax.Array
+    fixed: object
+
+
+VALUE_NEEDED = {
+    "float": (lambda x: float(x.sum()), "needs the value of an array"),
+    "NumPy": (np.asarray, "needs the value of an array"),
+    "a branch": (lambda x: x if x.sum() > 0 else -x, "needs the value of an array"),
+    "static int": (lambda x: Stats(x.sum(), int(x.mean())), "needs the value of an array"),
+    "static array": (lambda x: {"s": Stats(x.sum(), x.mean())}, "Stats with a traced array as static data"),
+}
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("name", VALUE_NEEDED)
+def test_results_that_need_the_value_of_a_traced_array(name, stage):
+    aux, words = VALUE_NEEDED[name]
+    zero, params, x = zero8(stage=stage), {"w": jnp.ones(8)}, jnp.ones((8, 8))
+    params = zero.shard(params)
+    loss = lambda p, x: (jnp.mean(x @ p["w"]), aux(x))
+    with refused("value_and_grad", words, FIX):
+        zero.value_and_grad(loss, has_aux=True)(params, x)
+    with refused("forward", words, FIX):
+        jax.jit(zero.forward(lambda p, x: aux(x)))(params, x)
+    if stage == 3 and "static array" not in name:
+        with refused("observe", words, FIX):
+            zero.observe(loss, params, x)
+
+
+PLACEMENTS = {
+    "a NamedSharding": lambda mesh, x: lax.with_sharding_constraint(x, NamedSharding(mesh, P("data", None))),
+    "in a scan": lambda mesh, x: lax.scan(
+        lambda c, _: (lax.with_sharding_constraint(c, NamedSharding(mesh, P("data"))), None), x, None, length=2
+    )[0],
+    "a PartitionSpec": lambda mesh, x: lax.with_sharding_constraint(x, P("data")),
+    "two axes": lambda mesh, x: lax.with_sharding_constraint(x, P(mesh.axis_names)),
+    "a shard_map": lambda mesh, x: jax.shard_map(lambda x: x, mesh=mesh, in_specs=P("data"), out_specs=P("data"))(x),
+}
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("shape", [(8,), (4, 2)])
+@pytest.mark.parametrize("name", PLACEMENTS)
+def test_placements_over_the_shard_axis_inside_a_loss(name, shape, stage):
+    """JZ-212: all of these are fine under plain `jit`."""
+    names = ("data", "model")[: len(shape)]
+    mesh = jax.make_mesh(shape, names, axis_types=(AxisType.Auto,) * len(shape))
+    zero, x = jaxzero.Zero(mesh, stage=stage), jnp.ones((16, 8))
+    params = zero.shard({"w": jnp.ones(8)})
+    loss = lambda p, x: jnp.mean(PLACEMENTS[name](mesh, x) @ p["w"])
+    for f in (zero.value_and_grad(loss), zero.forward(loss)):
+        with refused(r"over \['data'\]", "PartitionSpec", FIX):
+            jax.eval_shape(f, params, x)

@@ -15,10 +15,12 @@ from ..comm.placement import shard
 from ..comm.reduce import GradReducer
 from ..fsdp.observe import ObservedLoss
 from ..fsdp.schedule import Schedule
-from ..gradients.call import CallSpec, compiled_per_call
+from ..gradients.call import CallSpec, traced_per_call
 from ..gradients.checks import GradOptions
+from ..gradients.compiled import Programs, Traced
+from ..gradients.local_loss import LocalLoss
 from ..gradients.program import param_inputs
-from ..gradients.value_and_grad import mean_gradient
+from ..gradients.value_and_grad import traced_gradient
 from ..jaxpr.collectives import Sent, total
 from ..jaxpr.flat import Var
 from ..jaxpr.trace import Program
@@ -149,7 +151,7 @@ def trace(
     reduced_by: dict[Path, int] = {}
     several: dict[Path, int] = {}
 
-    def run(spec: CallSpec, params: Sequence[jax.Array], arrays: Sequence[jax.Array]) -> PyTree:
+    def trace(spec: CallSpec, arrays: Sequence[jax.Array]) -> Traced[PyTree]:
         def watch(program: Program, schedule: Schedule) -> None:
             held = dict(zip(param_inputs(spec, program, schedule.flat), leaves.leaves, strict=True))
             gathered_by.update(chunks(schedule, held))
@@ -158,9 +160,10 @@ def trace(
             else:
                 several.update(repeated(schedule, leaves))
 
-        return mean_gradient(loss.fn, how, spec, params, arrays, watch)
+        return traced_gradient(LocalLoss(how, spec, loss.fn), arrays, watch)
 
-    grad_fn = compiled_per_call(CALL, options, whole_arguments(loss.fn, loss.whole_argnums), True, run, how.accumulate)
+    whole = whole_arguments(loss.fn, loss.whole_argnums)
+    grad_fn = traced_per_call(CALL, options, whole, True, trace, Programs(), how.accumulate)
     backward, (_, grads) = jax.make_jaxpr(grad_fn, return_shape=True)(stored, *loss.batch, **loss.named)
     tx: Any = wrap(options, optax.sgd(0.0) if inner is None else inner, False)
     apply = lambda g, s, p: tx.calls.apply(g, s, p, {})

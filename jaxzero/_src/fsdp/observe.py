@@ -109,7 +109,8 @@ def observe(
     local = [cut(i, x) for i, x in enumerate(batch, 1)], {name: cut(name, x) for name, x in named.items()}
     env = list(zip(axes.every, axes.sizes, strict=True))
     loss = lambda p, b: loss_fn(opened(leaves.unflatten(p)), *b[0], **b[1])
-    program = trace.trace(loss, known, local, axis_env=env, mesh=for_losses(options.mesh, axes))
+    with trace.naming_values("observe"):
+        program = trace.trace(loss, known, local, axis_env=env, mesh=for_losses(options.mesh, axes))
     flat = flatten(program.jaxpr, program.consts)
     inputs = dict(zip(flat.inputs[: len(known)], range(len(known)), strict=True))
     layers: dict[int, int] = {}

@@ -1,19 +1,17 @@
 """One call of a user's function of parameters and examples: its arguments, checked and put in place."""
 
 import dataclasses
-import functools
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh, PartitionSpec
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from .._text import path_text
 from .._types import PyTree
-from ..jaxpr import trace
 from ..jaxpr.varying import Vary, unchecked, varying_over
 from ..optimizer.checks import RESHARD
 from ..sharding import axes as sharding_axes
@@ -24,8 +22,10 @@ from ..sharding.flax_boxes import opened
 from ..sharding.layout import is_split
 from ..sharding.leaves import Leaves, unwrap
 from ..sharding.options import Options, memory_kind, param_leaves, resolve_axes
-from ..sharding.regions import open_region
+from ..sharding.regions import only, open_region
 from .batch import Arguments, check_agree, check_divides, fold, sort_arguments
+from .checks import check_static
+from .compiled import Programs, Traced
 
 Array = jax.Array
 T = TypeVar("T")
@@ -85,10 +85,12 @@ class CallSpec:
         shapes = [cut(x) if a.cut else np.shape(x) for a, x in zip(self.arguments.arrays, arrays, strict=True)]
         return [jax.ShapeDtypeStruct(s, jnp.result_type(x)) for s, x in zip(shapes, arrays, strict=True)]
 
-    def call(self, fn: Callable[..., PyTree], params: Sequence[Array], arrays: Sequence[Array]) -> PyTree:
-        """The user's function of whole parameters and arrays of the batch."""
+    def call(self, name: str, fn: Callable[..., PyTree], params: Sequence[Array], arrays: Sequence[Array]) -> PyTree:
+        """The user's function of whole parameters and arrays of the batch; `name` is that of the call, for errors."""
         batch, named = self.arguments.rebuild(arrays)
-        return fn(opened(self.leaves.unflatten(params)), *batch, **named)
+        out = fn(opened(self.leaves.unflatten(params)), *batch, **named)
+        check_static(name, out)
+        return out
 
     @property
     def axis_env(self) -> list[tuple[str, int]]:
@@ -155,49 +157,31 @@ class CallSpec:
         return run(params, arrays, consts)
 
 
-def cached_by_callable(make: Callable[..., T]) -> Callable[..., T]:
-    """`make(options, fn, ...)`, cached, so that equal arguments share compiled programs.
-
-    A callable that cannot be hashed, such as a dataclass with `__call__`, is not cached: `make` runs for each call.
-    """
-    cached = functools.lru_cache(maxsize=64)(make)
-
-    @functools.wraps(make)
-    def get(options: Options, fn: Callable[..., Any], *rest: Hashable) -> T:
-        try:
-            hash(fn)
-        except TypeError:
-            return make(options, fn, *rest)
-        return cached(options, fn, *rest)
-
-    get.cache_clear = cached.cache_clear  # type: ignore[attr-defined]
-    return get
-
-
-def compiled_per_call(
+def traced_per_call(
     call: str,
     options: Options,
     whole: Whole,
     fold_keys: bool,
-    run: Callable[[CallSpec, Sequence[Array], Sequence[Array]], T],
+    trace: Callable[[CallSpec, Sequence[Array]], Traced[T]],
+    programs: Programs,
     steps: int = 1,
 ) -> Callable[..., T]:
-    """A function of parameters and batch that checks and places them and passes their arrays to `run`.
+    """A function of parameters and batch that checks and places them, traces a user's function and runs the program.
 
-    Called eagerly it is compiled once for each `CallSpec`.
+    Called eagerly it compiles a program once.
 
     Args:
       call: The name of the call, for errors.
       options: The options.
       whole: Which arguments are given whole to every device.
       fold_keys: Whether scalar keys are folded with the device's index.
-      run: Takes a `CallSpec`, the arrays of the parameters and the arrays of the batch.
+      trace: Traces the user's function for one call, given the arrays of the batch.
+      programs: Where compiled programs are kept.
       steps: Into how many microbatches the examples of each device are cut.
 
     Returns:
       The function.
     """
-    compiled: dict[tuple[CallSpec, bool], Callable[..., T]] = {}
 
     def wrapped(params: PyTree, /, *batch: Any, **named: Any) -> T:
         axes, manual = resolve_axes(options, call)
@@ -212,12 +196,11 @@ def compiled_per_call(
             check_agree(arguments.arrays, arrays, whole, call)
         if not manual:
             flat, arrays = _placed(call, spec, flat, arrays)
-        if traced:
-            return run(spec, flat, arrays)
-        key = (spec, trace.x64())
-        if key not in compiled:
-            compiled[key] = jax.jit(lambda p, b: run(spec, p, b))
-        return compiled[key](flat, arrays)
+        done = trace(spec, arrays)
+        consts = done.program.consts
+        if traced or place.is_traced(consts):
+            return done.run(flat, arrays, consts)
+        return programs.compiled(spec, done)(flat, arrays, _placed_consts(call, spec, consts))
 
     return wrapped
 
@@ -256,3 +239,18 @@ def _placed(
         [place.place(call, mesh, leaf.path, x, s, spec.axes.every, kind(leaf)) for leaf, x, s in rows],
         [place.place(call, mesh, (), x, s, mesh.axis_names) for x, s in zip(arrays, spec.batch_specs, strict=True)],
     )
+
+
+def _placed_consts(call: str, spec: CallSpec, consts: Sequence[Array]) -> list[Array]:
+    """What a function closes over, equal on all devices of the library's axes; other axes may shard it."""
+    mesh = spec.options.mesh
+    others = [a for a in mesh.axis_names if a not in spec.axes.every]
+
+    def spec_of(x: Array) -> PartitionSpec:
+        sharding = getattr(x, "sharding", None)  # NumPy arrays have none
+        if isinstance(sharding, NamedSharding) and sharding.mesh == mesh:
+            return only(sharding.spec, others)
+        return PartitionSpec()
+
+    specs = [spec_of(x) for x in consts]
+    return place.place_all(call, mesh, None, consts, specs, spec.axes)

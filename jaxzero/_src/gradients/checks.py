@@ -1,19 +1,22 @@
 """What a loss may return, and which of its results is which."""
 
 import dataclasses
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from .._types import PyTree
 from ..jaxpr.calls import inner_programs
-from ..jaxpr.primitives import IO_CALLBACK
+from ..jaxpr.primitives import IO_CALLBACK, SHARD_MAP, SHARDING_CONSTRAINT
 from ..jaxpr.trace import AnyJaxpr
 from ..sharding.axes import Axes
 from ..sharding.options import is_wire_dtype
+from ..sharding.place import used
 from ..sharding.scalars import is_int, python_scalar
 from ..sharding.vma import varying
 
@@ -133,3 +136,42 @@ def check_effects(jaxpr: AnyJaxpr, call: str) -> None:
             )
         for inner in inner_programs(eqn):
             check_effects(inner, call)
+
+
+def check_static(call: str, out: PyTree) -> None:
+    """Refuses results whose tree holds a traced array as static data: nothing would give it a value."""
+    for node, data in _nodes(jax.tree.structure(out)):
+        if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(data)):
+            raise ValueError(
+                f"{call}: the function returns a {node.__name__} with a traced array as static data. Expected arrays "
+                "as leaves of the tree: static data is read when the function is traced, before there are values. Fix: "
+                "make the field data (data_fields, pytree_node=True), or return the array beside it."
+            )
+
+
+def _nodes(tree: Any) -> Iterator[tuple[type, Any]]:
+    """Type and static data of each node of a tree's structure."""
+    if (node := tree.node_data()) is not None:
+        yield node
+    for child in tree.children():
+        yield from _nodes(child)
+
+
+def check_placements(call: str, jaxpr: AnyJaxpr, axes: Axes) -> None:
+    """Refuses a function that places values over the library's own axes: its programs run on each device alone."""
+    for eqn in jaxpr.eqns:
+        name, over = eqn.primitive.name, set()
+        if name == SHARDING_CONSTRAINT:
+            over = used(getattr(eqn.params["sharding"], "spec", PartitionSpec()))
+        elif name == SHARD_MAP:
+            over = set(eqn.params["newly_manual_axes"])
+        if own := sorted(over & {*axes.every}):
+            what = "with_sharding_constraint" if name == SHARDING_CONSTRAINT else "shard_map"
+            raise ValueError(
+                f"{call}: the function places values over {own} ({what}), axes over which jaxzero cuts the batch and "
+                "the state. Expected placements over other mesh axes: the function sees one device's examples, which "
+                f"are cut over {own} already. Fix: leave these axes out, PartitionSpec(None, 'model') or "
+                "shard_map(..., axis_names={'model'}) for another axis 'model'; or drop the placement."
+            )
+        for inner in inner_programs(eqn):
+            check_placements(call, inner, axes)

@@ -1,5 +1,6 @@
 """`forward`: a function of split parameters without gradients, for evaluation and generation."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,12 +18,14 @@ from ..fsdp.evaluate import evaluate
 from ..fsdp.schedule import schedule_gathers
 from ..jaxpr import dependence
 from ..jaxpr.flat import flatten
+from ..jaxpr.trace import Program
 from ..jaxpr.varying import Vary
 from ..sharding.arguments import whole_arguments
 from ..sharding.options import Options, gather_options, reduce_options
 from ..sharding.vma import varying
 from . import checks
-from .call import CallSpec, cached_by_callable, compiled_per_call
+from .call import CallSpec, traced_per_call
+from .compiled import Traced, kept
 from .program import share_layouts, trace_sharded
 
 P = PartitionSpec
@@ -30,17 +33,23 @@ Array = jax.Array
 CALL = "forward"
 
 
-@cached_by_callable
 def forward(
     options: Options, fn: Callable[..., Any], whole_argnums: tuple[int, ...], fold_keys: bool
 ) -> Callable[..., Any]:
-    """See `Zero.forward`; the same function for the same arguments, so that caches work."""
-    return compiled_per_call(CALL, options, whole_arguments(fn, whole_argnums), fold_keys, functools.partial(_run, fn))
+    """See `Zero.forward`; a new function each time, so that a new `jit` of it traces `fn` anew."""
+
+    def trace(spec: CallSpec, arrays: Sequence[Array]) -> Traced[PyTree]:
+        program = trace_sharded(CALL, functools.partial(spec.call, CALL, fn), spec, arrays)
+        return Traced(program, functools.partial(_run, spec, dataclasses.replace(program, consts=[])))
+
+    whole = whole_arguments(fn, whole_argnums)
+    return traced_per_call(CALL, options, whole, fold_keys, trace, kept.of(fn, CALL))
 
 
-def _run(fn: Callable[..., Any], spec: CallSpec, params: Sequence[Array], arrays: Sequence[Array]) -> PyTree:
-    """The results of one call, as users get them: traced, scheduled and evaluated as a gradient program is."""
-    program = trace_sharded(CALL, functools.partial(spec.call, fn), spec, arrays)
+def _run(
+    spec: CallSpec, program: Program, params: Sequence[Array], arrays: Sequence[Array], consts: Sequence[Array]
+) -> PyTree:
+    """The results of one call, as users get them: scheduled and evaluated as a gradient program is."""
     flat = flatten(program.jaxpr)
     layouts = share_layouts(spec, program, flat)
     schedule = schedule_gathers(flat, layouts, {}, gather_options(spec.options, spec.axes))
@@ -53,7 +62,7 @@ def _run(fn: Callable[..., Any], spec: CallSpec, params: Sequence[Array], arrays
         return _results([jnp.asarray(x) for x in outs], kinds, reducer, spec)
 
     out_specs = [] if spec.manual else [P(spec.batch_axes) if kind == "examples" else P() for kind in kinds]
-    outs = spec.on_devices(on_device, params, arrays, program.consts, out_specs, constrain_outputs=False)
+    outs = spec.on_devices(on_device, params, arrays, consts, out_specs, constrain_outputs=False)
     return jax.tree.unflatten(jax.tree.structure(program.out), outs)
 
 

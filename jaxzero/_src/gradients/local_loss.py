@@ -33,16 +33,14 @@ def _no_check(value: Array) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class LocalLoss:
-    """A user's loss in one call.
+class GradientSpec:
+    """How the results of a loss leave the devices in one call: reduced and split.
 
     Attributes:
-      fn: `fn(params, *batch)`.
-      how: How it is differentiated.
+      how: How the loss is differentiated.
       spec: The call.
     """
 
-    fn: Callable[..., Any]
     how: GradOptions
     spec: CallSpec
 
@@ -68,70 +66,6 @@ class LocalLoss:
     def reducer(self) -> GradReducer:
         """What sums over devices."""
         return GradReducer(self.spec.axes, reduce_options(self.spec.options), self.how.accumulate)
-
-    def call(self, params: Sequence[Array], arrays: Sequence[Array]) -> tuple[Array, Array | None, PyTree]:
-        """The loss, its weight and aux (`None` without), from whole parameters and one device's examples."""
-        return checks.split_result(CALL, self.spec.call(self.fn, params, arrays), self.how)
-
-    def differentiate(
-        self, params: Sequence[Array], arrays: Sequence[Array], check: Callable[[Array], None] = _no_check
-    ) -> Terms:
-        """Loss, weight, aux and gradients of one device's examples of one microbatch.
-
-        Args:
-          params: Whole parameters.
-          arrays: The arrays of the batch.
-          check: Refuses a loss by its type.
-
-        Returns:
-          The results; gradients have the parameters' shapes, and are those of this device alone.
-        """
-        trainable = [i for i, leaf in enumerate(self.spec.leaves.leaves) if leaf.trainable]
-
-        def of(values: list[Array]) -> tuple[Array, tuple[Array | None, PyTree]]:
-            value, weight, aux = self.call(replace_at(params, trainable, values), arrays)
-            return value, (weight, aux)
-
-        (value, (weight, aux)), grads = jax.value_and_grad(of, has_aux=True)([params[i] for i in trainable])
-        check(value)
-        return Terms(value, weight, aux, grads)
-
-    def check_types(self, value: Array) -> None:
-        """Inside a user's `shard_map`: refuses a loss that is reduced already."""
-        checks.check_types(CALL, value, self.spec.axes)
-
-    def aux(self, arrays: Sequence[Array]) -> AuxSpec:
-        """How each leaf of aux is joined; refuses such as cannot be told."""
-        if not self.how.has_aux:
-            return NO_AUX
-        local, kinds = self.spec.abstract_batch(arrays), self.spec.arguments.arrays
-        differs = [d or bool(varying(x)) for d, x in zip(self.spec.differs, arrays, strict=True)]
-        program = self._trace_aux(local)
-        marks = [False] * len(self.spec.leaves.leaves) + differs
-        depends = dependence.depends(program.jaxpr, marks, self.spec.axes.every)
-
-        def grown() -> PyTree | None:
-            twice = lambda x: jax.ShapeDtypeStruct((2 * x.shape[0], *x.shape[1:]), x.dtype)
-            try:
-                return self._trace_aux([twice(x) if a.cut else x for x, a in zip(local, kinds, strict=True)]).out
-            except (TypeError, ValueError):  # the loss is written for one number of examples
-                return None
-
-        lengths = {x.shape[0] for x, a in zip(local, kinds, strict=True) if a.cut}
-        return aux_spec(CALL, self.how.aux, program.out, depends, lengths, grown)
-
-    def _trace_aux(self, local: Sequence[jax.ShapeDtypeStruct]) -> trace.Program:
-        """The program of aux from parameters and one device's examples of one microbatch."""
-        spec = self.spec
-        aux_of = lambda params, arrays: jax.tree.map(jnp.asarray, self.call(params, arrays)[2])
-        try:
-            return trace.trace(aux_of, spec.abstract_params, local, axis_env=spec.axis_env, mesh=spec.trace_mesh)
-        except (TypeError, ValueError):
-            if not spec.manual:
-                raise
-        # What the loss closes over varies: so must its arguments.
-        known, local = (abstract_varying(x, spec.axes.every) for x in (spec.abstract_params, local))
-        return trace.trace(aux_of, known, local, axis_env=spec.axis_env, mesh=spec.trace_mesh)
 
     @property
     def reduces_each(self) -> bool:
@@ -195,3 +129,83 @@ class LocalLoss:
         axes = self.spec.axes
         joined = [over_devices(aux.joins[i], jnp.asarray(leaves[i]), dtypes[i], axes) for i in others]
         return Terms(value, None, replace_at(leaves, others, joined), done[: len(grads)])
+
+
+@dataclasses.dataclass(frozen=True)
+class LocalLoss(GradientSpec):
+    """A user's loss in one call.
+
+    Attributes:
+      fn: `fn(params, *batch)`.
+    """
+
+    fn: Callable[..., Any]
+
+    @property
+    def gradient(self) -> GradientSpec:
+        """The call without the loss and what it closes over."""
+        return GradientSpec(dataclasses.replace(self.how, aux=None), self.spec)
+
+    def call(self, params: Sequence[Array], arrays: Sequence[Array]) -> tuple[Array, Array | None, PyTree]:
+        """The loss, its weight and aux (`None` without), from whole parameters and one device's examples."""
+        return checks.split_result(CALL, self.spec.call(CALL, self.fn, params, arrays), self.how)
+
+    def differentiate(
+        self, params: Sequence[Array], arrays: Sequence[Array], check: Callable[[Array], None] = _no_check
+    ) -> Terms:
+        """Loss, weight, aux and gradients of one device's examples of one microbatch.
+
+        Args:
+          params: Whole parameters.
+          arrays: The arrays of the batch.
+          check: Refuses a loss by its type.
+
+        Returns:
+          The results; gradients have the parameters' shapes, and are those of this device alone.
+        """
+        trainable = [i for i, leaf in enumerate(self.spec.leaves.leaves) if leaf.trainable]
+
+        def of(values: list[Array]) -> tuple[Array, tuple[Array | None, PyTree]]:
+            value, weight, aux = self.call(replace_at(params, trainable, values), arrays)
+            return value, (weight, aux)
+
+        (value, (weight, aux)), grads = jax.value_and_grad(of, has_aux=True)([params[i] for i in trainable])
+        check(value)
+        return Terms(value, weight, aux, grads)
+
+    def check_types(self, value: Array) -> None:
+        """Inside a user's `shard_map`: refuses a loss that is reduced already."""
+        checks.check_types(CALL, value, self.spec.axes)
+
+    def aux(self, arrays: Sequence[Array]) -> AuxSpec:
+        """How each leaf of aux is joined; refuses such as cannot be told."""
+        if not self.how.has_aux:
+            return NO_AUX
+        local, kinds = self.spec.abstract_batch(arrays), self.spec.arguments.arrays
+        differs = [d or bool(varying(x)) for d, x in zip(self.spec.differs, arrays, strict=True)]
+        program = self._trace_aux(local)
+        marks = [False] * len(self.spec.leaves.leaves) + differs
+        depends = dependence.depends(program.jaxpr, marks, self.spec.axes.every)
+
+        def grown() -> PyTree | None:
+            twice = lambda x: jax.ShapeDtypeStruct((2 * x.shape[0], *x.shape[1:]), x.dtype)
+            try:
+                return self._trace_aux([twice(x) if a.cut else x for x, a in zip(local, kinds, strict=True)]).out
+            except (TypeError, ValueError):  # the loss is written for one number of examples
+                return None
+
+        lengths = {x.shape[0] for x, a in zip(local, kinds, strict=True) if a.cut}
+        return aux_spec(CALL, self.how.aux, program.out, depends, lengths, grown)
+
+    def _trace_aux(self, local: Sequence[jax.ShapeDtypeStruct]) -> trace.Program:
+        """The program of aux from parameters and one device's examples of one microbatch."""
+        spec = self.spec
+        aux_of = lambda params, arrays: jax.tree.map(jnp.asarray, self.call(params, arrays)[2])
+        try:
+            return trace.trace(aux_of, spec.abstract_params, local, axis_env=spec.axis_env, mesh=spec.trace_mesh)
+        except (TypeError, ValueError):
+            if not spec.manual:
+                raise
+        # What the loss closes over varies: so must its arguments.
+        known, local = (abstract_varying(x, spec.axes.every) for x in (spec.abstract_params, local))
+        return trace.trace(aux_of, known, local, axis_env=spec.axis_env, mesh=spec.trace_mesh)

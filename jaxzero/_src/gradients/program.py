@@ -1,7 +1,8 @@
 """Stage 3: a function of split parameters is traced at full shapes, scheduled, and evaluated on shares."""
 
+import contextlib
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,14 +17,15 @@ from ..jaxpr import trace
 from ..jaxpr.flat import Flat, Var, casts_to_varying, flatten
 from ..jaxpr.trace import Program
 from ..jaxpr.varying import Vary
+from ..sharding.axes import abstract_auto
 from ..sharding.layout import Layout
 from ..sharding.options import gather_options
 from ..sharding.vma import abstract_varying
 from .accumulate import Terms
 from .aux import AuxSpec
 from .call import CallSpec
-from .checks import check_effects
-from .local_loss import CALL, LocalLoss
+from .checks import check_effects, check_placements
+from .local_loss import CALL, GradientSpec, LocalLoss
 
 Array = jax.Array
 #: Reads a traced program and its schedule before they are evaluated.
@@ -35,24 +37,26 @@ def ignore(program: Program, schedule: Schedule) -> None:
 
 
 def sharded_gradient(
-    loss: LocalLoss,
+    loss: GradientSpec,
     program: Program,
+    aux: AuxSpec,
+    watch: Watch,
     params: Sequence[Array],
     arrays: Sequence[Array],
-    aux: AuxSpec,
-    watch: Watch = ignore,
+    consts: Sequence[Array],
 ) -> Terms:
     """The mean loss, aux and gradients, each of which is reduced where it is complete.
 
     Parameters are split at stage 3, and gathered where they are used; at stage 2 they are whole.
 
     Args:
-      loss: The loss.
+      loss: How the results leave the devices.
       program: The result of `trace_gradient`.
-      params: Shares of the parameters, inside a user's `shard_map`; else the stored arrays.
-      arrays: The arrays of the batch.
       aux: How the leaves of aux are joined.
       watch: Called with the traced program and its schedule.
+      params: Shares of the parameters, inside a user's `shard_map`; else the stored arrays.
+      arrays: The arrays of the batch.
+      consts: What the loss closes over.
 
     Returns:
       The means; gradients are shares, or stored arrays.
@@ -74,7 +78,7 @@ def sharded_gradient(
 
         return loss.mean(microbatch, arrays, vary, aux, done)
 
-    return spec.on_devices(on_device, params, arrays, program.consts, loss.out_specs(aux))
+    return spec.on_devices(on_device, params, arrays, consts, loss.out_specs(aux))
 
 
 def trace_gradient(loss: LocalLoss, arrays: Sequence[Array]) -> Program:
@@ -100,15 +104,33 @@ def trace_sharded(
       varying: Whether all arguments are typed as varying, inside a user's `shard_map`.
 
     Returns:
-      The program; at stage 3 refused if it has ordered effects.
+      The program; refused if it places values over the library's axes, and at stage 3 if it has ordered effects.
     """
     known, local = spec.abstract_params, spec.abstract_batch(arrays)
     if varying:
         known, local = abstract_varying(known, spec.axes.every), abstract_varying(local, spec.axes.every)
-    program = trace.trace(fn, known, local, axis_env=spec.axis_env, mesh=spec.trace_mesh)
+    with _naming_placements(call, fn, spec, arrays), trace.naming_values(call):
+        program = trace.trace(fn, known, local, axis_env=spec.axis_env, mesh=spec.trace_mesh)
+    check_placements(call, program.jaxpr, spec.axes)
     if spec.split:
         check_effects(program.jaxpr, call)
     return program
+
+
+@contextlib.contextmanager
+def _naming_placements(call: str, fn: Callable[..., Any], spec: CallSpec, arrays: Sequence[Array]) -> Iterator[None]:
+    """An error of JAX in a function that places values over the library's axes becomes one that says so."""
+    try:
+        yield
+    except (ValueError, RuntimeError):
+        program = None
+        if spec.options.mesh is not None:
+            with contextlib.suppress(Exception):  # as under plain `jit`: whole examples, the mesh set
+                full = [jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)) for x in arrays]
+                program = trace.trace(fn, spec.abstract_params, full, mesh=abstract_auto(spec.options.mesh))
+        if program is not None:
+            check_placements(call, program.jaxpr, spec.axes)
+        raise
 
 
 def check_used(spec: CallSpec, program: Program, flat: Flat) -> None:
@@ -124,7 +146,7 @@ def check_used(spec: CallSpec, program: Program, flat: Flat) -> None:
 
 def param_inputs(spec: CallSpec, program: Program, flat: Flat) -> list[Var]:
     """The inputs of a program that are the parameters."""
-    first = len(program.consts)
+    first = len(program.jaxpr.constvars)
     return flat.inputs[first : first + len(spec.leaves.leaves)]
 
 
@@ -135,12 +157,12 @@ def share_layouts(spec: CallSpec, program: Program, flat: Flat) -> dict[Var, Lay
     return {v: layout for v, layout in pairs if layout is not None}
 
 
-def first_gradient(loss: LocalLoss, program: Program) -> int:
+def first_gradient(loss: GradientSpec, program: Program) -> int:
     """The position of the first gradient among the results of a gradient program."""
     return len(jax.tree.leaves(program.out)) - len(loss.trainable)
 
 
-def grad_layouts(loss: LocalLoss, program: Program) -> dict[int, Layout]:
+def grad_layouts(loss: GradientSpec, program: Program) -> dict[int, Layout]:
     """The positions of the results of a gradient program that are gradients of split leaves, with their layouts."""
     start = first_gradient(loss, program)
     return {i: leaf.layout for i, leaf in enumerate(loss.trainable, start) if leaf.layout is not None}

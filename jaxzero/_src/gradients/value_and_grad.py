@@ -1,5 +1,6 @@
 """`value_and_grad`: the gradient of the local loss, summed over microbatches, reduced and split as the stage says."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,74 +10,85 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._types import PyTree
-from ..jaxpr.varying import Vary
+from ..jaxpr.trace import Program
+from ..jaxpr.varying import Vary, evaluate_program
 from ..sharding.arguments import whole_arguments
 from ..sharding.leaves import is_key, wrap_padded
 from ..sharding.options import Options
 from . import scaled_loss
 from .accumulate import Terms
 from .aux import AuxSpec
-from .call import CallSpec, cached_by_callable, compiled_per_call
+from .call import traced_per_call
 from .checks import GradOptions
-from .local_loss import CALL, LocalLoss
-from .program import Watch, ignore, sharded_gradient, trace_gradient
+from .compiled import Traced, kept
+from .local_loss import CALL, GradientSpec, LocalLoss
+from .program import Watch, as_terms, ignore, sharded_gradient, trace_gradient
 
 Array = jax.Array
 
 
-@cached_by_callable
 def value_and_grad(
     options: Options, loss_fn: Callable[..., Any], how: GradOptions, whole_argnums: tuple[int, ...], fold_keys: bool
 ) -> Callable[..., Any]:
-    """See `Zero.value_and_grad`; the same function for the same arguments, so that caches work."""
+    """See `Zero.value_and_grad`; a new function each time, so that a new `jit` of it traces the loss anew."""
+    programs = kept.of(loss_fn, CALL, dataclasses.replace(how, aux=None))
 
     def of(fn: Callable[..., Any]) -> Callable[..., Any]:
-        run = functools.partial(mean_gradient, fn, how)
-        return compiled_per_call(CALL, options, whole_arguments(fn, whole_argnums), fold_keys, run, how.accumulate)
+        trace = lambda spec, arrays: traced_gradient(LocalLoss(how, spec, fn), arrays)
+        whole = whole_arguments(fn, whole_argnums)
+        return traced_per_call(CALL, options, whole, fold_keys, trace, programs, how.accumulate)
 
     return scaled_loss.with_scale(of(loss_fn), of(scaled_loss.scaled(loss_fn, how)), how)
 
 
+def traced_gradient(loss: LocalLoss, arrays: Sequence[Array], watch: Watch = ignore) -> Traced[tuple[PyTree, PyTree]]:
+    """A loss traced for one call; `watch` as for `sharded_gradient`."""
+    program, aux = trace_gradient(loss, arrays), loss.aux(arrays)
+    alone = dataclasses.replace(program, consts=[])
+    return Traced(program, functools.partial(mean_gradient, loss.gradient, alone, aux, watch), aux.joins)
+
+
 def mean_gradient(
-    loss_fn: Callable[..., Any],
-    how: GradOptions,
-    spec: CallSpec,
+    loss: GradientSpec,
+    program: Program,
+    aux: AuxSpec,
+    watch: Watch,
     params: Sequence[Array],
     arrays: Sequence[Array],
-    watch: Watch = ignore,
+    consts: Sequence[Array],
 ) -> tuple[PyTree, PyTree]:
-    """Loss (and aux) and gradients of one call, as users get them; `watch` as for `sharded_gradient`."""
-    loss = LocalLoss(loss_fn, how, spec)
-    aux = loss.aux(arrays)
-    program = trace_gradient(loss, arrays) if loss.reduces_in_backward else None
-    # An effect has its order in the loss itself.
-    if program is None or (not spec.split and any(eqn.effects for eqn in program.jaxpr.eqns)):
-        terms = whole_gradient(loss, params, arrays, aux)
+    """Loss (and aux) and gradients of one call, as users get them; arguments as for `sharded_gradient`."""
+    # At stages 1 and 2 a loss may have effects in an order, which a schedule would not keep.
+    if loss.reduces_in_backward and (loss.spec.split or not any(eqn.effects for eqn in program.jaxpr.eqns)):
+        terms = sharded_gradient(loss, program, aux, watch, params, arrays, consts)
     else:
-        terms = sharded_gradient(loss, program, params, arrays, aux, watch)
-    return (terms.value, jax.tree.unflatten(aux.tree, terms.aux)) if how.has_aux else terms.value, _as_tree(
-        loss, terms.grads
-    )
+        terms = whole_gradient(loss, program, aux, params, arrays, consts)
+    value = (terms.value, jax.tree.unflatten(aux.tree, terms.aux)) if loss.how.has_aux else terms.value
+    return value, _as_tree(loss, terms.grads)
 
 
-def whole_gradient(loss: LocalLoss, params: Sequence[Array], arrays: Sequence[Array], aux: AuxSpec) -> Terms:
+def whole_gradient(
+    loss: GradientSpec,
+    program: Program,
+    aux: AuxSpec,
+    params: Sequence[Array],
+    arrays: Sequence[Array],
+    consts: Sequence[Array],
+) -> Terms:
     """The mean loss, aux and gradients of whole parameters, which are reduced when all are there."""
-    spec = loss.spec
-    check = {"check": loss.check_types} if spec.manual else {}
 
     def on_device(params: Sequence[Array], arrays: Sequence[Array], consts: Sequence[Array], vary: Vary) -> Terms:
-        params = [vary(x) for x in params]
-
         def microbatch(arrays: Sequence[Array]) -> Terms:
-            terms = loss.differentiate(params, arrays, **check)
+            outs = evaluate_program(program.jaxpr, consts, [vary(x) for x in (*params, *arrays)], vary)
+            terms = as_terms(program, outs, {})
             return terms._replace(grads=loss.reduce_first(terms.grads)) if loss.reduces_each else terms
 
         return loss.mean(microbatch, arrays, vary, aux)
 
-    return spec.on_devices(on_device, params, arrays, [], loss.out_specs(aux))
+    return loss.spec.on_devices(on_device, params, arrays, consts, loss.out_specs(aux))
 
 
-def _as_tree(loss: LocalLoss, grads: Sequence[Array]) -> PyTree:
+def _as_tree(loss: GradientSpec, grads: Sequence[Array]) -> PyTree:
     """Gradients in the structure of the parameters; zeros for leaves that are not trainable."""
     moved, layouts, out = iter(grads), iter(loss.layouts), []
     for leaf in loss.spec.leaves.leaves:

@@ -151,6 +151,8 @@ PARAMETERS: dict[str, tuple[str, ...]] = {
     SCAN: ("jaxpr", "length", "reverse", "unroll"),  # and how its operands are grouped: `compat.scan_parts`
     WHILE: ("cond_jaxpr", "body_jaxpr", "cond_nconsts", "body_nconsts"),
     IO_CALLBACK: ("ordered",),
+    SHARD_MAP: ("newly_manual_axes",),
+    SHARDING_CONSTRAINT: ("sharding",),
     AXIS_INDEX: ("axis_name",),
     **dict.fromkeys((PSUM, PMAX, PMIN), ("axes", "axis_index_groups")),
     PSUM_INVARIANT: ("axes",),

@@ -1,22 +1,15 @@
 """Tracing a function at full shapes, as if there were no mesh."""
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 from jax.sharding import AbstractMesh
 
 from .._types import PyTree
 from .compat import open_program
-
-
-def x64() -> bool:
-    """Whether 64-bit types are on: a traced program depends on it."""
-    return bool(jnp.arange(0).dtype == np.int64)
-
 
 EMPTY_MESH = AbstractMesh((), ())
 
@@ -64,3 +57,24 @@ def trace(
         make = jax.make_jaxpr(f, axis_env=list(axis_env), return_shape=True)
         closed, out = make(*args)
     return Program(*open_program(closed), out)
+
+
+_NEEDS_VALUE = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+)
+
+
+@contextlib.contextmanager
+def naming_values(call: str) -> Iterator[None]:
+    """An error of JAX that a function needs the value of a traced array becomes one that names the call and the fix."""
+    try:
+        yield
+    except _NEEDS_VALUE as error:
+        found = str(error).splitlines()[0].rstrip(".")
+        raise ValueError(
+            f"{call}: the function needs the value of an array while it is traced. Found: {found}. Expected a function "
+            "that jax.jit can trace, where arrays have shapes and dtypes but no values. Fix: return arrays, not "
+            "float(x), int(x) or np.asarray(x); jnp.where or jax.lax.cond instead of a Python if."
+        ) from error

@@ -112,6 +112,12 @@ def for_losses(mesh: AnyMesh | None, axes: Axes) -> AbstractMesh:
     return known.update_axis_types({a: AxisType.Manual if a in axes.every else AxisType.Auto for a in mesh.axis_names})
 
 
+def abstract_auto(mesh: AnyMesh) -> AbstractMesh:
+    """The mesh without its devices, whose kind it knows, as `jax.set_mesh` has it; all axes of type Auto."""
+    known = mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh
+    return known.update_axis_types(dict.fromkeys(mesh.axis_names, AxisType.Auto))
+
+
 def all_auto(mesh: AnyMesh) -> AbstractMesh:
     """The mesh without its devices, all axes of type Auto."""
     return AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
