@@ -9,7 +9,7 @@ from ._src.analysis.topology import topology
 from ._src.analysis.verify import Verification
 from ._src.checkpoint.api import latest, restore, save
 from ._src.fit.api import Fit, FitOptions, fit
-from ._src.optax_wrappers import mics, zero1, zero2, zero3
+from ._src.optax_wrappers import mics, reduce_gradients, zero1, zero2, zero3
 from ._src.optimizer.loss_scale import dynamic_loss_scale
 from ._src.optimizer.master_weights import master_weights
 from ._src.sharding.layout import EvenSplit
@@ -34,6 +34,7 @@ __all__ = [
     "machine",
     "master_weights",
     "mics",
+    "reduce_gradients",
     "predict",
     "restore",
     "save",

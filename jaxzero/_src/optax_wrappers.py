@@ -5,6 +5,7 @@ from typing import Any
 import optax
 
 from ._types import AnyMesh, AxisNames
+from .optimizer import reduce_gradients as reducing
 from .zero import Zero
 
 
@@ -154,6 +155,44 @@ def mics(
     """
     stage = options.pop("stage", 2)
     return _plain(stage, inner, shard_axis, mesh, options | {"replica_axis": replica_axis})
+
+
+def reduce_gradients(
+    axis_name: AxisNames = "data", *, mesh: AnyMesh | None = None, **options: Any
+) -> optax.GradientTransformationExtraArgs:
+    """Makes gradients the whole mean over devices, for transformations that stand between it and a wrapped optimizer.
+
+    Inside your `shard_map` it all-reduces each device's own gradients, `2M(N-1)/N` bytes per device and step; the
+    wrapper behind it then needs `grads="reduced"`. Called on global arrays it gathers split gradients, `M(N-1)/N`.
+    Whole gradients are in memory, as at stage 1. Transformations that can stand inside the wrapper cost less there.
+
+    Args:
+      axis_name: Mesh axis, or tuple of axes, over which gradients are averaged.
+      mesh: The mesh, for calls outside `shard_map`.
+      **options: Those of `Zero`: `replica_axis`, `reduce_dtype`, `predivide`, `bucket_bytes`.
+
+    Returns:
+      An `optax.GradientTransformationExtraArgs` without state; its `update` needs `params` inside `shard_map`.
+
+    Raises:
+      ValueError: By leaf path, for gradients that are shares or are reduced already.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp, optax, jaxzero
+      >>> from jax.sharding import PartitionSpec as P
+      >>> mesh = jax.make_mesh((8,), ("data",))
+      >>> wrapped = jaxzero.zero2(optax.sgd(1.0), "data", grads="reduced")
+      >>> tx = optax.chain(jaxzero.reduce_gradients("data"), optax.clip_by_global_norm(1.0), wrapped)
+      >>> def step(w, x):
+      ...     grad = jax.grad(lambda w: jnp.mean(x * w))(jax.lax.pcast(w, "data", to="varying"))
+      ...     updates, _ = tx.update(grad, tx.init(w), w)
+      ...     return optax.apply_updates(w, updates)
+      >>> run = jax.shard_map(step, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
+      >>> x = jax.device_put(jnp.arange(16.0), jax.NamedSharding(mesh, P("data")))  # the mean gradient is 7.5
+      >>> float(run(jax.device_put(jnp.float32(9.0), jax.NamedSharding(mesh, P())), x))
+      8.0
+    """
+    return reducing.transformation(Zero(mesh, shard_axis=axis_name, **options))
 
 
 def _plain(

@@ -22,10 +22,9 @@ from .gradients.aux import hashable
 from .gradients.checks import GradOptions
 from .gradients.forward import forward
 from .gradients.value_and_grad import value_and_grad
-from .optimizer import checks
 from .optimizer.gather_state import gather_state
 from .optimizer.measure import measure
-from .optimizer.wrapper import ShardedOptimizer, wrap
+from .optimizer.wrapper import apply, wrap
 from .sharding.options import Options, plain_options, require_observed
 from .sharding.scalars import positions
 
@@ -384,7 +383,8 @@ class Zero(Options):
         parameters, fewer bytes: nothing whole but the new parameters exists.
 
         Args:
-          tx: What `zero.optimizer` returned.
+          tx: What `zero.optimizer` returned; or `optax.inject_hyperparams`, or `optax.multi_transform` with fixed
+            labels, around that.
           grads: As for `tx.update`.
           opt_state: The state of `tx.init`.
           params: The parameters.
@@ -394,7 +394,7 @@ class Zero(Options):
           `(new params, new state)`, placed as the old ones. Leaves that are not floating come back as they are.
 
         Raises:
-          ValueError: If `tx` is not the wrapped optimizer itself.
+          ValueError: If `tx` is not the wrapped optimizer, and does more than hand gradients and updates on.
 
         Examples:
           >>> import jax, jax.numpy as jnp, optax, jaxzero
@@ -405,8 +405,7 @@ class Zero(Options):
           >>> params
           Array([0.5, 0.5, 0.5], dtype=float32)
         """
-        checks.wrapped(tx, ShardedOptimizer)
-        return tx.calls.apply(grads, opt_state, params, extra)
+        return apply(tx, grads, opt_state, params, extra)
 
     def observe(
         self,

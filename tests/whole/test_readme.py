@@ -55,6 +55,17 @@ def test_programs_run(tmp_path):
         compile(block, heading, "exec")
 
 
+def test_silent_mistakes_are_wrong_and_mended():
+    """Each block of the page asserts that its wrong line gives another number, and its right one the unsharded one."""
+    page = (ROOT / "docs/silent_mistakes.md").read_text()
+    names: dict[str, object] = {}
+    parts = sections(page)
+    assert len(parts) == page.count("\n## ") + 1
+    for heading, block in parts.items():
+        assert re.search(r"^ *assert ", block, re.MULTILINE), heading
+        exec(compile(block, heading, "exec"), names)
+
+
 def test_quick_start_has_fifteen_lines():
     (quick_start,) = blocks(README)
     assert len([line for line in quick_start.splitlines() if line.strip()]) <= 15

@@ -183,7 +183,7 @@ def local(call: str, body: Any, arrays: Sequence[Any], reduced: bool, no_params:
         elif reduced or (with_shares and not set(axes.every) & varying(x)):
             _mean(call, leaf, x, axes)
         else:
-            _own(call, leaf, x, axes)
+            own(call, leaf, x, axes)
     for x, leaf in zip(state, body.traced.state, strict=True):
         wanted = leaf.layout.local_shape if leaf.layout else leaf.shape
         stored_shape(call, "state", leaf.path, np.shape(x), wanted, axes.n)
@@ -193,7 +193,8 @@ def local(call: str, body: Any, arrays: Sequence[Any], reduced: bool, no_params:
     whole(call, "an array that the optimizer or an extra argument closes over", consts, axes)
 
 
-def _own(call: str, leaf: Leaf, x: jax.Array, axes: Axes) -> None:
+def own(call: str, leaf: Leaf, x: jax.Array, axes: Axes) -> None:
+    """Inside `shard_map`: refuses a gradient that is equal on all devices where this device's own is expected."""
     missing = [a for a in axes.every if a not in varying(x)]
     if missing:
         raise ValueError(
@@ -257,13 +258,12 @@ def _filled(cell: types.CellType) -> bool:
     return True
 
 
-def wrapped(tx: Any, kind: type) -> None:
-    """`zero.apply` needs the step on shares, which only the library's own wrapper carries."""
-    if not isinstance(tx, kind) or tx.calls is None:  # type: ignore[attr-defined]
-        raise ValueError(
-            f"apply: tx is a {type(tx).__name__}, not what zero.optimizer returns. Expected the wrapped "
-            "optimizer itself. Fix: wrap the whole chain: tx = zero.optimizer(optax.chain(...))."
-        )
+def not_wrapped(tx: Any) -> ValueError:
+    """The error where `zero.apply` finds no wrapped optimizer, which alone carries the step on shares."""
+    return ValueError(
+        f"apply: tx is a {type(tx).__name__}, not what zero.optimizer returns. Expected the wrapped "
+        "optimizer itself. Fix: wrap the whole chain: tx = zero.optimizer(optax.chain(...))."
+    )
 
 
 def inner_optimizer(inner: Any, kind: type, call: str = "optimizer") -> None:

@@ -19,7 +19,7 @@ from ..sharding.checks import check_params
 from ..sharding.layout import EvenSplit, Layout, is_split
 from ..sharding.leaves import Leaf, Leaves, is_key, skipping, state_leaves, unwrap, wrap_padded
 from ..sharding.options import Options, param_leaves, require_observed, resolve_axes
-from . import checks, split_regions
+from . import apply_through, checks, split_regions
 from .step import Arrays, Init, Update
 from .trace import Extra, StoredLeaf, sort_extra, trace_init, trace_update, weak_results
 
@@ -56,9 +56,17 @@ def wrap(options: Options, inner: optax.GradientTransformation, reduced: bool) -
     calls = Calls(options, inner, reduced)
 
     def update(grads: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> tuple[PyTree, PyTree]:
-        return calls.update(grads, state, params, extra)
+        return apply_through.update(calls, grads, state, params, extra)
 
     return ShardedOptimizer(calls.init, update, calls)
+
+
+def apply(tx: Any, grads: PyTree, state: PyTree, params: PyTree, extra: dict[str, Any]) -> tuple[PyTree, PyTree]:
+    """See `Zero.apply`."""
+    calls = tx.calls if isinstance(tx, ShardedOptimizer) else None
+    if calls is None:
+        return apply_through.apply(tx, grads, state, params, extra)
+    return calls.apply(grads, state, params, extra)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -181,9 +181,22 @@ _MISUSED = (
 )
 
 
+class _SplitLeafType(type):
+    """The class of `EvenSplit`: its `repr` explains JAX's error for a tree map over split leaves beside whole arrays.
+
+    JAX raises that error before any function of the library is called, and prints the class of the node.
+    """
+
+    def __repr__(cls) -> str:
+        return (
+            f"<class 'jaxzero.{cls.__name__}'> (a split leaf, beside a whole one. Fix: put a transformation of "
+            "gradients inside the wrapper, zero.optimizer(optax.chain(...)); elsewhere zero.gather(tree) first)"
+        )
+
+
 @jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class EvenSplit:
+class EvenSplit(metaclass=_SplitLeafType):
     """A parameter or gradient whose stored array is padded (and mostly flat), with its logical shape.
 
     A pytree node with one child, so `jax.tree.map`, `jit` and `shard_map` see the stored array. The
