@@ -17,7 +17,7 @@ from ..fsdp.observe import ObservedLoss
 from ..fsdp.schedule import Schedule
 from ..gradients.call import CallSpec, traced_per_call
 from ..gradients.checks import GradOptions
-from ..gradients.compiled import Programs, Traced
+from ..gradients.compiled import Programs, TracedCall
 from ..gradients.local_loss import LocalLoss
 from ..gradients.program import param_inputs
 from ..gradients.value_and_grad import traced_gradient
@@ -151,7 +151,7 @@ def trace(
     reduced_by: dict[Path, int] = {}
     several: dict[Path, int] = {}
 
-    def trace(spec: CallSpec, arrays: Sequence[jax.Array]) -> Traced[PyTree]:
+    def trace(spec: CallSpec, arrays: Sequence[jax.Array]) -> TracedCall[PyTree]:
         def watch(program: Program, schedule: Schedule) -> None:
             held = dict(zip(param_inputs(spec, program, schedule.flat), leaves.leaves, strict=True))
             gathered_by.update(chunks(schedule, held))

@@ -25,7 +25,7 @@ from ..sharding.options import Options, memory_kind, param_leaves, resolve_axes
 from ..sharding.regions import only, open_region
 from .batch import Arguments, check_agree, check_divides, fold, sort_arguments
 from .checks import check_static
-from .compiled import Programs, Traced
+from .compiled import Programs, TracedCall
 
 Array = jax.Array
 T = TypeVar("T")
@@ -162,7 +162,7 @@ def traced_per_call(
     options: Options,
     whole: Whole,
     fold_keys: bool,
-    trace: Callable[[CallSpec, Sequence[Array]], Traced[T]],
+    trace: Callable[[CallSpec, Sequence[Array]], TracedCall[T]],
     programs: Programs,
     steps: int = 1,
 ) -> Callable[..., T]:

@@ -26,7 +26,7 @@ _CACHE_SIZE = 32
 
 
 @dataclasses.dataclass(frozen=True)
-class Traced(Generic[T]):
+class TracedCall(Generic[T]):
     """A user's function, traced for one call.
 
     Attributes:
@@ -54,7 +54,7 @@ class Programs:
     def __init__(self) -> None:
         self._by_key: dict[Hashable, Run[Any]] = {}
 
-    def compiled(self, call: Hashable, traced: Traced[T]) -> Run[T]:
+    def compiled(self, call: Hashable, traced: TracedCall[T]) -> Run[T]:
         """The traced call, compiled: before, if `call` and the program are equal."""
         key = (call, traced.key)
         try:

@@ -25,7 +25,7 @@ from ..sharding.options import Options, gather_options, reduce_options
 from ..sharding.vma import varying
 from . import checks
 from .call import CallSpec, traced_per_call
-from .compiled import Traced, kept
+from .compiled import TracedCall, kept
 from .program import share_layouts, trace_sharded
 
 P = PartitionSpec
@@ -38,9 +38,9 @@ def forward(
 ) -> Callable[..., Any]:
     """See `Zero.forward`; a new function each time, so that a new `jit` of it traces `fn` anew."""
 
-    def trace(spec: CallSpec, arrays: Sequence[Array]) -> Traced[PyTree]:
+    def trace(spec: CallSpec, arrays: Sequence[Array]) -> TracedCall[PyTree]:
         program = trace_sharded(CALL, functools.partial(spec.call, CALL, fn), spec, arrays)
-        return Traced(program, functools.partial(_run, spec, dataclasses.replace(program, consts=[])))
+        return TracedCall(program, functools.partial(_run, spec, dataclasses.replace(program, consts=[])))
 
     whole = whole_arguments(fn, whole_argnums)
     return traced_per_call(CALL, options, whole, fold_keys, trace, kept.of(fn, CALL))

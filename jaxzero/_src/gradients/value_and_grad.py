@@ -20,7 +20,7 @@ from .accumulate import Terms
 from .aux import AuxSpec
 from .call import traced_per_call
 from .checks import GradOptions
-from .compiled import Traced, kept
+from .compiled import TracedCall, kept
 from .local_loss import CALL, GradientSpec, LocalLoss
 from .program import Watch, as_terms, ignore, sharded_gradient, trace_gradient
 
@@ -41,11 +41,13 @@ def value_and_grad(
     return scaled_loss.with_scale(of(loss_fn), of(scaled_loss.scaled(loss_fn, how)), how)
 
 
-def traced_gradient(loss: LocalLoss, arrays: Sequence[Array], watch: Watch = ignore) -> Traced[tuple[PyTree, PyTree]]:
+def traced_gradient(
+    loss: LocalLoss, arrays: Sequence[Array], watch: Watch = ignore
+) -> TracedCall[tuple[PyTree, PyTree]]:
     """A loss traced for one call; `watch` as for `sharded_gradient`."""
     program, aux = trace_gradient(loss, arrays), loss.aux(arrays)
     alone = dataclasses.replace(program, consts=[])
-    return Traced(program, functools.partial(mean_gradient, loss.gradient, alone, aux, watch), aux.joins)
+    return TracedCall(program, functools.partial(mean_gradient, loss.gradient, alone, aux, watch), aux.joins)
 
 
 def mean_gradient(
