@@ -67,7 +67,9 @@ def test_what_does_more_is_refused(stage, name):
         zero.apply(tx, grads, tx.init(params), params)
 
 
-@pytest.mark.parametrize("tx", [optax.adam(0.1), optax.chain(optax.clip(1.0)), None, "adam"], ids=["adam", "chain", "None", "a name"])
+@pytest.mark.parametrize(
+    "tx", [optax.adam(0.1), optax.chain(optax.clip(1.0)), None, "adam"], ids=["adam", "chain", "None", "a name"]
+)
 def test_what_holds_no_wrapped_optimizer_is_refused(tx):
     zero = jaxzero.Zero(helpers.make_mesh(8))
     state = tx.init(PARAMS) if hasattr(tx, "init") else ()
