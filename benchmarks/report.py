@@ -53,16 +53,25 @@ def step_time(document: dict[str, Any]) -> str:
         f"minimum of {about['rounds']} rounds.",
         "Other programs ran on the machine, and virtual devices share its cores. So compare ratios, not milliseconds, "
         "and ignore differences below a fifth. `ratio` compares with the native way that splits the same arrays.",
-        "The matrices of Muon are whole in its products: jaxzero gathers them and computes the products on every "
-        "device, native JAX distributes the products.",
+        "The products of Muon need whole matrices: jaxzero deals the matrices out, each to one device, native JAX "
+        "distributes each product.",
         origin(document),
     ]
     for name in sorted({row["optimizer"] for row in document["rows"]}):
         mine = [row for row in document["rows"] if row["optimizer"] == name]
-        parts += [f"### {name}", _step_table(mine)]
+        parts += [f"### {name}", _dates(mine), _step_table(mine)]
     _plot_steps(document["rows"])
     parts.append("![Step time and memory compared with native JAX](measured/step_time.svg)")
     return "\n\n".join(parts)
+
+
+def _dates(rows: Rows) -> str:
+    """When the rows of an optimizer were measured."""
+    worlds: dict[str, set[int]] = {}
+    for row in rows:
+        worlds.setdefault(row["date"], set()).add(row["world"])
+    parts = [f"{date} ({', '.join(map(str, sorted(worlds[date])))} devices)" for date in sorted(worlds)]
+    return f"Measured on {', '.join(parts)}."
 
 
 def _step_table(rows: Rows) -> str:

@@ -10,6 +10,7 @@ Writes `benchmarks/measured/step_time.json`. Worlds and optimizers that are not 
 """
 
 import argparse
+import datetime as dt
 import os
 import time
 
@@ -79,6 +80,7 @@ def measured(world: int, name: str, rounds: int) -> list[dict[str, object]]:
                 total=memory.total,
                 temporaries=memory.temporaries,
                 sent=sent,
+                date=dt.date.today().isoformat(),
             )
         )
         print(
