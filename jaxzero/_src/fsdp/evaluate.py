@@ -139,7 +139,7 @@ class _Evaluation:
 
     def _add_term(self, v: Var, number: int) -> None:
         """Reduces the value of `v` if it is a term of a gradient, made by the step with this number."""
-        last = self.schedule.last_wait
+        last = self.schedule.last_product
         if v not in self.schedule.views:
             self.gradients.add_term(v, self.env[v], wait=last is not None and number >= last)
 
@@ -322,7 +322,7 @@ class _Iterations:
 
     def run(self) -> tuple[_State, _Stacked]:
         """The results of all iterations."""
-        first, last = self.body.last_wait is not None, bool(self.body.ahead)
+        first, last = self.body.last_product is not None, bool(self.body.ahead)
         loop = self.length - first - last  # XLA writes out a loop of one iteration
         if loop < 2 or not (first or last) or not self._may_overlap():
             return self._loop()
@@ -377,7 +377,7 @@ class _Iterations:
         gathers = [g for g in self.body.ahead if g not in first.arrived] if first is not None else []
         shares = [first.operands(gather) for gather in gathers] if first is not None else []
         later = (self.vary(jnp.float32(0)), shares)
-        in_flight = self.outside.schedule.max_in_flight if overlap and self.body.last_wait is not None else 0
+        in_flight = self.outside.schedule.max_in_flight if overlap and self.body.last_product is not None else 0
         carry, (zero, shares) = order_after([self.outside.gradients], carry, later, in_flight)
         stacks = {}
         for i, layout in self.body.grads.items():

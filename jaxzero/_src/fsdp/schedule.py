@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from ..jaxpr.calls import nbytes
 from ..jaxpr.compat import open_program, scan_parts
 from ..jaxpr.flat import Atom, Flat, Step, Var, flatten
-from ..jaxpr.primitives import SCAN
+from ..jaxpr.primitives import DOT_GENERAL, SCAN
 from ..sharding.layout import Layout
 from ..sharding.options import GatherOptions
 from .gathers import START, Gather, GatheredParam, assign_gathers
@@ -157,8 +157,8 @@ class Schedule(Dataflow):
       deferred_constants: With no prefetch, steps of the backward pass that make large arrays of constants -> the
         end of the forward pass, for which they wait.
       max_in_flight: How many whole gradients may still be in reduction when the next is made.
-      last_wait: Of a scan's body, the number of the last step that waits for reductions: gradients that are made there
-        or later are reduced in the next iteration. `None` elsewhere.
+      last_product: Of a scan's body, the number of the last product, or of a later step that waits for data: gradients
+        that are made there or later are reduced in the next iteration. `None` elsewhere.
       node_shards: Whether node shards are kept.
     """
 
@@ -174,7 +174,7 @@ class Schedule(Dataflow):
     zeros: frozenset[Var]
     deferred_constants: Mapping[Step, Var]
     max_in_flight: int
-    last_wait: int | None
+    last_product: int | None
     node_shards: bool
 
     @property
@@ -268,12 +268,12 @@ def _schedule(
     views, scans = _follow_views(flat, layouts, views, grads, terms, options, place)
     lazy = _lazy_outs(flat, views, grads, place)
     original = Dataflow(flat, layouts, views, grads, terms, scans, lazy)
-    flow, wgrads = _defer_wgrads(original, least, end + 1)
+    in_scan = place.stacked is not None
+    flow, wgrads = _defer_wgrads(original, least, end + 1, beside_last=in_scan and options.prefetch > 0)
     assert flow.flat.steps[: end + 1] == flat.steps[: end + 1], "a step of the forward pass was moved"
     uses = [(i, flow.gathered_param(v)) for i in range(len(flat.steps) + 1) for v in flow.needs(i)]
     regions = [step.remat for step in flow.flat.steps] + [None]
     sizes = {u: flow.nbytes(u) for _, u in uses}
-    in_scan = place.stacked is not None
     stacked = {
         u: Gather([u], i, False, i > end, stacked=True) for i, u in uses if Residual(u, 0, True) in place.residuals
     }
@@ -287,7 +287,7 @@ def _schedule(
             gather.outer_hops_at, gather.outer_hops_ahead = None, False
     tied = _by_step((None if g.behind_scan is not None else g.wait_for_step, g) for g in gathers)
     before_scans, before_scans_outer_hops = _before_scans(flow, sorted({i for i, u in uses if sizes[u] >= least}))
-    waits = [*tied, *(number for number, step in enumerate(flow.flat.steps) if step in wgrads)]
+    products = (i for i, step in enumerate(flow.flat.steps) if step in wgrads or step.name == DOT_GENERAL)
     constants: dict[Step, Var] = {}
     if options.prefetch == 0 and end >= 0 and isinstance(place.loss, Var) and place.loss not in views:
         constants = dict.fromkeys(_large_constants(flow.flat.steps[end + 1 :], least), place.loss)
@@ -305,7 +305,7 @@ def _schedule(
         zeros=frozenset(v for step in flow.flat.steps if is_zero(step) for v in step.outs),
         deferred_constants=constants,
         max_in_flight=options.prefetch,
-        last_wait=max(waits) if in_scan and grads and options.prefetch and wgrads else None,
+        last_product=max([*tied, *products]) if in_scan and grads and options.prefetch and wgrads else None,
         node_shards=options.node_shards,
     )
 
@@ -463,13 +463,17 @@ def _gathering_scans(flow: Dataflow) -> dict[int, int]:
 # --- gradients -------------------------------------------------------------------------------------
 
 
-def _defer_wgrads(flow: Dataflow, least: int, first: int) -> tuple[Dataflow, dict[Step, list[Var]]]:
+def _defer_wgrads(
+    flow: Dataflow, least: int, first: int, *, beside_last: bool
+) -> tuple[Dataflow, dict[Step, list[Var]]]:
     """Large gradients are made after the parameter's last use, so that the two are not whole together.
 
     Args:
       flow: The program.
       least: From how many bytes on a parameter or gradient is large.
       first: The number of the first step that may move.
+      beside_last: Whether none is made after the last use of all: a reduction then stands beside that product, and no
+        whole gradient is left to the next iteration of a scan.
 
     Returns:
       The program in its new order; the steps that make large gradients -> the values for which they wait.
@@ -480,7 +484,7 @@ def _defer_wgrads(flow: Dataflow, least: int, first: int) -> tuple[Dataflow, dic
     found = wgrad_steps(flat, flow.terms.terms, lambda position: flow.grad_nbytes(position) >= least)
     stay = {*uses, *flow.scans}
     wgrads = {step: tail for step, tail in found.items() if step not in stay}
-    flat, behind = defer_wgrads(flat, wgrads, uses, first)
+    flat, behind = defer_wgrads(flat, wgrads, uses[:-1] if beside_last else uses, first)
     waits = {step: [v for v in behind[step].outs if v not in flow.views] if step in behind else [] for step in wgrads}
     return dataclasses.replace(flow, flat=flat), waits
 
