@@ -269,7 +269,8 @@ def _schedule(
     lazy = _lazy_outs(flat, views, grads, place)
     original = Dataflow(flat, layouts, views, grads, terms, scans, lazy)
     in_scan = place.stacked is not None
-    flow, wgrads = _defer_wgrads(original, least, end + 1, beside_last=in_scan and options.prefetch > 0)
+    beside_last = in_scan and options.prefetch > 0 and not options.several_sums
+    flow, wgrads = _defer_wgrads(original, least, end + 1, beside_last=beside_last)
     assert flow.flat.steps[: end + 1] == flat.steps[: end + 1], "a step of the forward pass was moved"
     uses = [(i, flow.gathered_param(v)) for i in range(len(flat.steps) + 1) for v in flow.needs(i)]
     regions = [step.remat for step in flow.flat.steps] + [None]
@@ -473,7 +474,7 @@ def _defer_wgrads(
       least: From how many bytes on a parameter or gradient is large.
       first: The number of the first step that may move.
       beside_last: Whether none is made after the last use of all: a reduction then stands beside that product, and no
-        whole gradient is left to the next iteration of a scan.
+        whole gradient is left to the next iteration of a scan. Several collectives need more products than this one.
 
     Returns:
       The program in its new order; the steps that make large gradients -> the values for which they wait.

@@ -249,6 +249,7 @@ class GatherOptions:
       chunk_bytes: As in `Zero`; at stage 2 `bucket_bytes`, as only gradients travel.
       node_shards: Whether the backward pass gathers from node shards (`regather="local"`).
       several_hops: Whether a gather has several hops.
+      several_sums: Whether a gradient is reduced by several collectives, one for each hop or over the replicas too.
       sum_first: Whether the terms of a gradient are added before they are reduced. Where a parameter is gathered for
         each of its uses, each term is reduced where it is computed: a sum would be whole from the first to the last.
     """
@@ -258,6 +259,7 @@ class GatherOptions:
     chunk_bytes: int | None = CHUNK_BYTES
     node_shards: bool = False
     several_hops: bool = False
+    several_sums: bool = False
     sum_first: bool = False
 
 
@@ -277,7 +279,8 @@ def gather_options(options: Options, axes: Axes) -> GatherOptions:
     persist = sys.maxsize if options.regather == "never" else options.persist_bytes
     split = options.stage == 3
     small = options.chunk_bytes if split else options.bucket_bytes
-    return GatherOptions(options.prefetch, persist, small, local, several, sum_first=not split)
+    sums = several or bool(axes.replica)
+    return GatherOptions(options.prefetch, persist, small, local, several, sums, sum_first=not split)
 
 
 def reduce_options(options: Options) -> ReduceOptions:
