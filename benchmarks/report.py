@@ -59,17 +59,17 @@ def step_time(document: dict[str, Any]) -> str:
     ]
     for name in sorted({row["optimizer"] for row in document["rows"]}):
         mine = [row for row in document["rows"] if row["optimizer"] == name]
-        parts += [f"### {name}", _dates(mine), _step_table(mine)]
+        parts += [f"### {name}", _dates(mine, document["date"]), _step_table(mine)]
     _plot_steps(document["rows"])
     parts.append("![Step time and memory compared with native JAX](measured/step_time.svg)")
     return "\n\n".join(parts)
 
 
-def _dates(rows: Rows) -> str:
-    """When the rows of an optimizer were measured."""
+def _dates(rows: Rows, written: str) -> str:
+    """When the rows of an optimizer were measured: rows without a date, when the file was written."""
     worlds: dict[str, set[int]] = {}
     for row in rows:
-        worlds.setdefault(row["date"], set()).add(row["world"])
+        worlds.setdefault(row.get("date", written), set()).add(row["world"])
     parts = [f"{date} ({', '.join(map(str, sorted(worlds[date])))} devices)" for date in sorted(worlds)]
     return f"Measured on {', '.join(parts)}."
 
