@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
+from .._dtypes import promote
 from .._positions import replace_at
 from ..sharding.axes import Axes
 from ..sharding.layout import Layout, OtherAxes
@@ -82,13 +83,13 @@ class GradReducer:
         wire = self.wire(x.dtype if dtype is None else dtype)
         divisor = self.before(wire)
         if divisor != 1:
-            x = x.astype(jnp.promote_types(x.dtype, wire)) / divisor
+            x = x.astype(promote(x.dtype, wire)) / divisor
         return x.astype(wire)
 
     def receive(self, x: Array, dtype: DTypeLike, weight: Array | None = None) -> Array:
         """A sum of results of `send`, divided by the rest of the count or by the total weight, in `dtype`."""
         before = self.before(self.wire(dtype))
-        x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        x = x.astype(promote(x.dtype, jnp.float32))
         if weight is None:
             return (x if before == self.count else x / (self.count / before)).astype(dtype)
         total = weight.astype(x.real.dtype)
@@ -160,7 +161,7 @@ def wire_dtype(dtype: DTypeLike, reduce_dtype: DTypeLike | None) -> jnp.dtype:
         return jnp.dtype(dtype)
     if reduce_dtype is not None:
         return jnp.dtype(reduce_dtype)
-    return jnp.promote_types(dtype, jnp.float32)
+    return promote(dtype, jnp.float32)
 
 
 def mean_shares(local: Sequence[Array], layouts: Sequence[Layout], axes: Axes, options: Options) -> list[Array]:

@@ -17,6 +17,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from .._dtypes import promote
 from ..jaxpr.calls import nbytes
 from ..jaxpr.compat import scan_parts
 from ..jaxpr.flat import Atom, Flat, Known, Step, Var
@@ -98,7 +99,7 @@ def _widens(step: Step) -> bool:
         return False
     old, new = x.aval.dtype, step.outs[0].aval.dtype
     both = jnp.issubdtype(old, jnp.floating) and jnp.issubdtype(new, jnp.floating)
-    return both and jnp.promote_types(old, new) == new
+    return both and promote(old, new) == new
 
 
 def is_zero(step: Step, made_by: Mapping[Var, Step] | None = None) -> bool:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
+from .._dtypes import promote
 from .._positions import replace_at
 from .._types import PyTree
 from ..jaxpr.varying import Vary
@@ -77,7 +78,7 @@ def add_up(
         return [terms.value, *weight, *(aux[i] for i in added), *terms.grads]
 
     first = jax.eval_shape(lambda: microbatch([x[0] for x in each]))
-    wide = lambda x: jnp.promote_types(x.dtype, dtype) if jnp.issubdtype(x.dtype, jnp.inexact) else x.dtype
+    wide = lambda x: promote(x.dtype, dtype) if jnp.issubdtype(x.dtype, jnp.inexact) else x.dtype
     start = [vary(jnp.zeros(x.shape, wide(x))) for x in sums(first)]
 
     def body(total: list[Array], own: list[Array]) -> tuple[list[Array], list[Array]]:

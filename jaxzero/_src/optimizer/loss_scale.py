@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from .._dtypes import promote
 from .._text import path_text
 from .._types import ArrayLike, PyTree
 from . import checks
@@ -144,7 +145,7 @@ def unscaled(grads: PyTree, scale: jax.Array, finite: jax.Array) -> PyTree:
     """The gradients without the scale; zeros where the step is skipped, so that `inner` meets no NaN."""
 
     def divided(g: jax.Array) -> jax.Array:
-        g = g.astype(jnp.promote_types(g.dtype, jnp.float32)) / scale
+        g = g.astype(promote(g.dtype, jnp.float32)) / scale
         return jnp.where(finite, g, jnp.zeros_like(g))
 
     return jax.tree.map(lambda g: divided(g) if _floating(g) else g, grads)

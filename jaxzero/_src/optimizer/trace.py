@@ -9,9 +9,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.tree_util import PyTreeDef
 
+from .._dtypes import promotes
 from .._text import path_text
 from .._types import PyTree
 from ..jaxpr.compat import aval, is_weak, trace_of
@@ -250,7 +252,7 @@ def trace_update(
     def step(g: Avals, s: PyTree, p: Avals, e: Avals) -> tuple[PyTree, PyTree]:
         plain = None if params is None else params.unflatten(p)
         updates, new_state = inner.update(grads.unflatten(g), s, plain, **extra.rebuild(e))
-        return (optax.apply_updates(plain, updates) if add else updates), new_state
+        return (_added(plain, updates) if add else updates), new_state
 
     def program_of(s: PyTree) -> Program:
         given = [] if params is None else params.trace_avals()
@@ -276,6 +278,15 @@ def trace_update(
         add,
         frozenset(i for i in range(len(grads.leaves)) if i not in inputs),
     )
+
+
+def _added(params: PyTree, updates: PyTree) -> PyTree:
+    """`optax.apply_updates`, also for floats of 8 bits with wider updates, which JAX does not add by itself."""
+    widens = lambda p, u: not promotes(p.dtype) and p.dtype != jnp.result_type(u)
+    wide = lambda p, u: p if p is None or u is None or not widens(p, u) else p.astype(jnp.result_type(u))
+    none = lambda x: x is None
+    new = optax.apply_updates(jax.tree.map(wide, params, updates, is_leaf=none), updates)
+    return jax.tree.map(lambda p, x: x if p is None else x.astype(p.dtype), params, new, is_leaf=none)
 
 
 def _logical(state: PyTree, initial: PyTree, grow: Callable[[PyTree], PyTree]) -> PyTree:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from .._dtypes import promotes
 from .._text import path_text
 from .._types import DType, HasShape, Path, PyTree
 from .layout import EvenSplit, Layout, OtherAxes, Shape, default_split, even_split, is_split, partition_spec
@@ -56,8 +57,10 @@ class Leaf:
         return spec_of(None if axes is None else self.layout, self.other_axes, axes)
 
     def trace_aval(self) -> jax.ShapeDtypeStruct:
-        """The abstract array with which the inner optimizer is traced: int32 for a key or a bool, else as it is."""
-        plain = not (self.dtype == np.bool_ or is_key(self.dtype))
+        """The abstract array with which the inner optimizer is traced: int32 for what has no arithmetic with
+        floats (a key, a bool, an integer of fewer than 8 bits), else as it is."""
+        integer = not jnp.issubdtype(self.dtype, jnp.inexact)
+        plain = not (self.dtype == np.bool_ or is_key(self.dtype) or (integer and not promotes(self.dtype)))
         return jax.ShapeDtypeStruct(self.shape, self.dtype if plain else np.int32)
 
 
