@@ -71,7 +71,8 @@ class Zero(Options):
         one gather per step, for `M` bytes. ``"local"``, for `shard_axis=("node", "local")`, keeps `1/k` of it (`k`
         devices in a node); the backward pass gathers inside the node only (hpZ of ZeRO++).
       unused: How parameters that the observed loss does not use are treated: ``"zero"`` gives them a zero
-        gradient, as JAX does (decay and momentum go on); ``"skip"`` leaves them and their state untouched;
+        gradient, as JAX does (decay and momentum go on); ``"skip"`` leaves them and their state untouched, and
+        `value_and_grad` refuses another loss, which uses them;
         ``"error"`` makes `observe` refuse them by name.
       offload: What is kept in the host's memory (`pinned_host`) between uses: ``("state",)``, ``("state", "params")``
         or ``()``. `apply` fetches state bucket by bucket and sends it back; at stage 3 each share of a parameter is

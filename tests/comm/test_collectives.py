@@ -95,6 +95,17 @@ def test_very_many_leaves_are_dealt_into_few_buckets():
     assert sorted(i for members in found for i in members) == list(range(10_000))
 
 
+@pytest.mark.parametrize("layout", [even_split((3 * 10**9,), 8), even_split((3 * 10**9 + 1,), 8)])
+def test_the_start_of_a_share_is_the_number_of_its_device(layout):
+    """`index * length` passes 2**31 at the sixth device of an array of 3 * 10**9 elements."""
+    arguments = jax.ShapeDtypeStruct(layout.shape, jnp.bool_), jax.ShapeDtypeStruct((), jnp.int32)
+    program = str(jax.make_jaxpr(lambda x, index: collectives.share(x, layout, index))(*arguments))
+    length = -(-layout.size // 8)
+    assert " mul " not in program
+    assert f"bool[8,{length}]" in program
+    assert f"slice_sizes=(1, {length})" in program
+
+
 def test_one_collective_per_bucket(mesh8):
     def count(bucket_bytes):
         body = lambda xs: collectives.reduce_scatter(

@@ -97,6 +97,30 @@ def test_skipped_parameters_and_their_state_stay_bitwise(stage, where, way, mesh
     checks.assert_params_equal({k: got[k] for k in "wb"}, {k: want[k] for k in "wb"})
 
 
+@pytest.mark.parametrize(
+    ("stage", "where"), [(1, "global"), (1, "inside"), (2, "global"), (3, "global"), (3, "inside")]
+)
+def test_skip_refuses_a_loss_that_uses_what_was_skipped(stage, where):
+    """A generator and a critic: the record of one loss freezes the parameters of the other."""
+    params = {"generator": jnp.ones(16), "critic": jnp.ones(16)}
+    generate = lambda p, x: jnp.mean(x * p["generator"])
+    criticise = lambda p, x: jnp.mean(x * p["critic"]) * jnp.mean(p["generator"])
+    x = normal(0, 8, 16)
+    zero = any_stage(stage, unused="skip").observe(generate, params, x)
+    params = zero.shard(params)
+
+    def call(loss):
+        f = lambda p, x: zero.value_and_grad(loss)(p, x)[0]
+        if where == "inside":
+            at_rest = zero.specs(params) if stage == 3 else P()
+            f = jax.shard_map(f, mesh=zero.mesh, in_specs=(at_rest, P("data")), out_specs=P())
+        return jax.eval_shape(f, params, x)
+
+    assert call(generate).shape == ()
+    with refused("value_and_grad", "unused='skip'", "['critic']", "observe each loss by itself"):
+        call(criticise)
+
+
 def floating(params):
     return {k: v for k, v in params.items() if k != "count"}
 

@@ -184,6 +184,26 @@ def test_copies_are_split_and_only_of_narrow_parameters(setting):
         assert not x.weak_type
 
 
+@pytest.mark.parametrize("stage", [1, 3])
+def test_the_copy_is_set_after_parameters_were_replaced(stage):
+    """As the docstring says: pretrained parameters, their copy, and the moments as they were."""
+    zero = jaxzero.Zero(helpers.make_mesh(8), stage=stage)
+    tx = zero.optimizer(jaxzero.master_weights(optax.sgd(2.0**-9, momentum=0.9)))
+    put = lambda value: zero.shard({"w": jnp.full((5, 3), value, jnp.bfloat16)})
+    grads = {"w": jnp.ones((5, 3), jnp.bfloat16)}
+    step = jax.jit(lambda params, state: zero.apply(tx, grads, state, params))
+    _, state = step(put(1.0), tx.init(put(1.0)))
+    params = put(4.0)
+    overwritten = zero.gather(step(params, state)[0])["w"]
+    state = state._replace(master=tx.init(params).master)
+    params, state = step(params, state)
+    kept = zero.gather(state, like=params).master["w"]
+    assert float(overwritten[0, 0]) < 1
+    np.testing.assert_allclose(kept, 4 - 1.9 * 2.0**-9, rtol=1e-6)
+    np.testing.assert_array_equal(np.asarray(zero.gather(params)["w"]), np.asarray(kept.astype(jnp.bfloat16)))
+    assert step._cache_size() == 1
+
+
 def test_wide_parameters_alone_have_no_copy():
     """The same numbers and one empty node more: code can be written once for both."""
     wide = jax.tree.map(lambda x: x.astype(jnp.float32), mixed())

@@ -34,7 +34,19 @@ LAYERS = (
         "optimizer",
         "fsdp",
     ),
-    *("partition", "comm", "jaxpr", "sharding", "_table", "_dtypes", "_positions", "_text", "_types", "_optional", "_version"),
+    *(
+        "partition",
+        "comm",
+        "jaxpr",
+        "sharding",
+        "_table",
+        "_dtypes",
+        "_positions",
+        "_text",
+        "_types",
+        "_optional",
+        "_version",
+    ),
 )
 
 

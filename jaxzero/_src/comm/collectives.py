@@ -107,18 +107,15 @@ def unblocks(x: Array, layout: Layout) -> Array:
 def share(x: Array, layout: Layout, index: Array) -> Array:
     """Device `index`'s share of a whole array; sends nothing.
 
-    No start index is ever above `n` rows or one dimension, so none overflows 32 bits or is clamped.
+    The start index is `index` itself, so none overflows 32 bits or is clamped.
     """
     return within(layout.other_axes, functools.partial(_share, layout=layout), x, index)
 
 
 def _share(x: Array, index: Array, layout: Layout) -> Array:
-    x = stored(x, layout)
-    if layout.kind == "rows":
-        length = layout.local_shape[layout.lead]
-        return lax.dynamic_slice_in_dim(x, index * length, length, axis=layout.lead)
-    x = x.reshape(*x.shape[:-1], layout.n, layout.length)
-    return lax.dynamic_index_in_dim(x, index, axis=layout.lead, keepdims=False)
+    x, lead = stored(x, layout), layout.lead
+    x = x.reshape(*x.shape[:lead], layout.n, x.shape[lead] // layout.n, *x.shape[lead + 1 :])
+    return lax.dynamic_index_in_dim(x, index, axis=lead, keepdims=False)
 
 
 # --- many arrays ---------------------------------------------------------------------------------

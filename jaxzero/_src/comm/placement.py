@@ -165,7 +165,15 @@ def specs(options: Options, tree: PyTree) -> Any:
 
 def _layout(call: str, options: Options, path: Path, x: EvenSplit, axes: Axes, other_axes: OtherAxes) -> Layout:
     """The layout of an `EvenSplit`; refuses one that was split for another mesh."""
-    lead = x.value.ndim - 1 if hasattr(x.value, "ndim") else 0
+    lead, said = x.value.ndim - 1 if hasattr(x.value, "ndim") else 0, leading(options.stacked, path)
+    one = even_split(x.shape, axes.n, said, other_axes=other_axes)
+    if lead > said and one is not None and tuple(x.value.shape[lead - said :]) == one.stored_shape:
+        raise ValueError(
+            f"{call}: leaf {path_text(path)!r} is {x!r}, which has more dimensions than a leaf of this shape is stored "
+            "in. It left a vmap, or its leading axis counts layers that this Zero does not know. Expected "
+            f"{one.stored_shape}. Fix: jax.vmap(zero.gather)(tree) for what left a vmap; zero.observe(loss_fn, params, "
+            "*batch) or stacked= for layers."
+        )
     layout = even_split(x.shape, axes.n, leading(options.stacked, path) if other_axes else lead, other_axes=other_axes)
     if layout is None or layout.plain or tuple(x.value.shape) != layout.stored_shape:
         wanted = "a plain array" if layout is None or layout.plain else layout.stored_shape

@@ -144,6 +144,24 @@ def check_used(spec: CallSpec, program: Program, flat: Flat) -> None:
         )
 
 
+def check_observed(spec: CallSpec, program: Program) -> None:
+    """With `unused="skip"`: refuses a loss that uses a leaf which the observed one does not.
+
+    The optimizer leaves such a leaf as it is, whatever its gradient.
+    """
+    flat = flatten(program.jaxpr)
+    used = {x for step in flat.steps for x in step.ins}.union(flat.outs)
+    skipped = set(spec.options.observed.unused)
+    pairs = zip(spec.leaves.leaves, param_inputs(spec, program, flat), strict=True)
+    found = [path_text(leaf.path) for leaf, v in pairs if v in used and leaf.trainable and leaf.path in skipped]
+    if found:
+        raise ValueError(
+            f"value_and_grad: unused='skip', and the loss uses {found[:4]}, which the observed loss does not: the "
+            "optimizer would never update them. Expected the loss that was observed. Fix: observe each loss by itself, "
+            "zero.observe(this_loss, params, *batch), with an optimizer of its own; or unused='zero'."
+        )
+
+
 def param_inputs(spec: CallSpec, program: Program, flat: Flat) -> list[Var]:
     """The inputs of a program that are the parameters."""
     first = len(program.jaxpr.constvars)

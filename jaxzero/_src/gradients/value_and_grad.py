@@ -22,7 +22,7 @@ from .call import traced_per_call
 from .checks import GradOptions
 from .compiled import TracedCall, kept
 from .local_loss import CALL, GradientSpec, LocalLoss
-from .program import Watch, as_terms, ignore, sharded_gradient, trace_gradient
+from .program import Watch, as_terms, check_observed, ignore, sharded_gradient, trace_gradient
 
 Array = jax.Array
 
@@ -46,6 +46,8 @@ def traced_gradient(
 ) -> TracedCall[tuple[PyTree, PyTree]]:
     """A loss traced for one call; `watch` as for `sharded_gradient`."""
     program, aux = trace_gradient(loss, arrays), loss.aux(arrays)
+    if loss.spec.options.unused == "skip":
+        check_observed(loss.spec, program)
     alone = dataclasses.replace(program, consts=[])
     return TracedCall(program, functools.partial(mean_gradient, loss.gradient, alone, aux, watch), aux.joins)
 

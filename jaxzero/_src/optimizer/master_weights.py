@@ -51,7 +51,8 @@ def master_weights(
 
     Put it around the whole chain, so that clipping and weight decay are computed in `dtype` too:
     `zero.optimizer(jaxzero.master_weights(optax.chain(clip, adamw)))`. The copy decides: a change made to the
-    parameters outside the optimizer is lost at the next step.
+    parameters outside the optimizer, such as pretrained weights loaded after `init`, is lost at the next step. After
+    such a change set the copy: `state = state._replace(master=tx.init(params).master)`.
 
     Args:
       inner: Any Optax optimizer.

@@ -57,8 +57,10 @@ class Leaf:
         return spec_of(None if axes is None else self.layout, self.other_axes, axes)
 
     def trace_aval(self) -> jax.ShapeDtypeStruct:
-        """The abstract array with which the inner optimizer is traced: int32 for what has no arithmetic with
-        floats (a key, a bool, an integer of fewer than 8 bits), else as it is."""
+        """The abstract array with which the inner optimizer is traced.
+
+        As the leaf is, or int32 for what has no arithmetic with floats: a key, a bool, an integer below 8 bits.
+        """
         integer = not jnp.issubdtype(self.dtype, jnp.inexact)
         plain = not (self.dtype == np.bool_ or is_key(self.dtype) or (integer and not promotes(self.dtype)))
         return jax.ShapeDtypeStruct(self.shape, self.dtype if plain else np.int32)
