@@ -113,8 +113,7 @@ def observe(
         program = trace.trace(loss, known, local, axis_env=env, mesh=for_losses(options.mesh, axes))
     flat = flatten(program.jaxpr, program.consts)
     inputs = dict(zip(flat.inputs[: len(known)], range(len(known)), strict=True))
-    layers: dict[int, int] = {}
-    _follow(flat, inputs, layers, 0)
+    layers = scanned_layers(flat, inputs)
     given, by_name = jax.tree.map(lambda x: _local(x, 1), (tuple(batch), dict(named)))
     seen = None if manual else ObservedLoss(loss_fn, given, by_name, whole_argnums)
     return _found(leaves, layers, options, seen)
@@ -160,6 +159,18 @@ def _local(x: ArrayLike, count: int) -> jax.ShapeDtypeStruct:
 
 #: What passes a parameter on without computing with it.
 _PASSES = (CONVERT, COPY, NEG, "barrier")
+
+
+def scanned_layers(flat: Flat, inputs: Mapping[Var, int]) -> dict[int, int]:
+    """The leaves that a program uses, in the order of first use -> how many leading dimensions its scans iterate over.
+
+    Args:
+      flat: The program.
+      inputs: Inputs that hold leaves -> the numbers of these.
+    """
+    layers: dict[int, int] = {}
+    _follow(flat, inputs, layers, 0)
+    return layers
 
 
 def _follow(flat: Flat, inputs: Mapping[Var, int], layers: dict[int, int], depth: int) -> None:

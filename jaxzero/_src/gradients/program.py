@@ -26,6 +26,7 @@ from .aux import AuxSpec
 from .call import CallSpec
 from .checks import check_effects, check_placements
 from .local_loss import CALL, GradientSpec, LocalLoss
+from .whole_stacks import warn_of_whole_stacks
 
 Array = jax.Array
 #: Reads a traced program and its schedule before they are evaluated.
@@ -114,6 +115,8 @@ def trace_sharded(
     check_placements(call, program.jaxpr, spec.axes)
     if spec.split:
         check_effects(program.jaxpr, call)
+        flat = flatten(program.jaxpr)
+        warn_of_whole_stacks(call, spec, flat, {v: i for i, v in enumerate(param_inputs(spec, program, flat))})
     return program
 
 
