@@ -654,23 +654,27 @@ def test_weak_types_do_not_recompile(mesh8):
     assert len(set(sizes)) == 1
 
 
-def test_eager_calls_are_compiled_once(mesh8):
-    """Without `jit` around it a step reuses what it compiled."""
+def test_eager_calls_are_compiled_once(mesh8, caplog):
+    """Without `jit` around it a step reuses what it compiled; the loss is traced at each call, as JAX does."""
     zero = jaxzero.Zero(mesh8, stage=2)
     tx = zero.optimizer(optax.adam(1e-2))
     params = {"w": jnp.ones((13, 3)), "b": jnp.ones(16)}
     state = tx.init(params)
-    traced = []
+    traced, compiled = [], []
 
     def loss(p, batch):
         traced.append(None)
         return checks.quadratic(p, batch)
 
-    run = zero.value_and_grad(loss)
     for batch in BATCHES:
-        _, grads = run(params, batch)
-        params, state = zero.apply(tx, grads, state, params)
-    assert 1 <= len(traced) <= 2  # the loss, and at most once more for its shapes
+        caplog.clear()
+        with jax.log_compiles():
+            _, grads = zero.value_and_grad(loss)(params, batch)
+            params, state = zero.apply(tx, grads, state, params)
+        compiled.append(sum("Finished XLA compilation" in record.message for record in caplog.records))
+    assert len(BATCHES) <= len(traced) <= 2 * len(BATCHES)  # the loss, and at most once more for its shapes
+    assert compiled[0] >= 2
+    assert compiled[1:] == [0] * (len(BATCHES) - 1)
 
 
 def test_zero_apply_equals_apply_updates(mesh8):

@@ -166,7 +166,7 @@ def check_placements(call: str, jaxpr: AnyJaxpr, axes: Axes) -> None:
         elif name == SHARD_MAP:
             over = set(eqn.params["newly_manual_axes"])
         if own := sorted(over & {*axes.every}):
-            what = "with_sharding_constraint" if name == SHARDING_CONSTRAINT else "shard_map"
+            what = "with_sharding_constraint" if name == SHARDING_CONSTRAINT else name
             raise ValueError(
                 f"{call}: the function places values over {own} ({what}), axes over which jaxzero cuts the batch and "
                 "the state. Expected placements over other mesh axes: the function sees one device's examples, which "
