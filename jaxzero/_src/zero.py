@@ -63,6 +63,9 @@ class Zero(Options):
         `flax.linen.get_partition_spec` and `flax.nnx.get_partition_spec` give, or a function of (key path,
         abstract leaf). A leaf is cut along its first dimension that none of these axes shards, padded to a multiple
         of `N`; a leaf without such a dimension is not cut. The axes stay with the compiler, in losses too.
+      overwrite: A predicate on key paths: leaves whose gradient is their next value, as scales and histories of maxima
+        in FP8 are. They stay whole; their new value is the largest over devices and microbatches, divided by nothing,
+        and no optimizer sees them. `None`: the leaves of Flax's collection ``_overwrite_with_gradient``.
       prefetch: Stage 3: how many large gathers may run ahead of the computation; 0 takes least memory.
       persist_bytes: Stage 3: parameters of up to so many bytes (a stack with all layers) stay whole within a step.
       chunk_bytes: Stage 3: smaller parameters, in order of first use, travel together in gathers and

@@ -3,7 +3,7 @@
 Every function runs inside a manual region. A gradient here is that of the *local* loss, the mean over
 this device's examples of one microbatch. It is summed over the shard axis (`reduce_scatter`), over
 microbatches, over the replica axis (`all_reduce_replicas`), and divided once, by `n * r * steps` or by the
-total weight.
+total weight. The one exception are leaves that their gradients overwrite (`overwrite_all`).
 """
 
 import dataclasses
@@ -153,6 +153,11 @@ class GradReducer:
         """The sum of the weights of all devices; never narrow."""
         wide = jnp.asarray(weight, jnp.promote_types(jnp.result_type(weight), jnp.float32))
         return lax.psum(cast(wide, self.axes.every), self.axes.every)
+
+
+def overwrite_all(local: Sequence[Array], axes: Axes) -> list[Array]:
+    """The next value of leaves that their gradients overwrite: the largest over devices (one all-reduce)."""
+    return list(lax.pmax([cast(x, axes.every) for x in local], axes.every)) if local else []
 
 
 def wire_dtype(dtype: DTypeLike, reduce_dtype: DTypeLike | None) -> jnp.dtype:

@@ -34,6 +34,22 @@ class Terms(NamedTuple):
     grads: list[Array]
 
 
+class Joins(NamedTuple):
+    """What is joined in another way than by adding.
+
+    Attributes:
+      aux: For each leaf of aux how it is joined.
+      overwritten: The numbers of the gradients of which the largest is taken.
+    """
+
+    aux: Sequence[str] = ()
+    overwritten: Sequence[int] = ()
+
+
+#: Everything is added.
+ADDED = Joins()
+
+
 def add_up(
     step: Callable[[list[Array]], Terms],
     arguments: Sequence[Argument],
@@ -41,7 +57,7 @@ def add_up(
     steps: int,
     dtype: DTypeLike,
     vary: Vary,
-    joins: Sequence[str] = (),
+    joins: Joins = ADDED,
 ) -> tuple[Terms, Terms]:
     """The sum of `step` over `steps` equal parts of this device's examples.
 
@@ -53,7 +69,7 @@ def add_up(
       steps: The number of microbatches.
       dtype: The dtype in which gradients are added; narrower ones are widened to it.
       vary: Types a value as different on every device: every sum may be, until it is reduced.
-      joins: For each leaf of aux how it is joined.
+      joins: What is not added.
 
     Returns:
       The sums, with aux as the list of its joined leaves, and the `Terms` of one microbatch, for their dtypes.
@@ -70,8 +86,8 @@ def add_up(
 
     each = [*examples, *(arrays[i] for i in keys)]
 
-    added = [i for i, join in enumerate(joins) if join in ("mean", "sum")]
-    rest = [i for i, join in enumerate(joins) if join not in ("mean", "sum")]
+    added = [i for i, join in enumerate(joins.aux) if join in ("mean", "sum")]
+    rest = [i for i, join in enumerate(joins.aux) if join not in ("mean", "sum")]
 
     def sums(terms: Terms) -> list[Array]:
         weight, aux = [] if terms.weight is None else [terms.weight], jax.tree.leaves(terms.aux)
@@ -79,11 +95,17 @@ def add_up(
 
     first = jax.eval_shape(lambda: microbatch([x[0] for x in each]))
     wide = lambda x: promote(x.dtype, dtype) if jnp.issubdtype(x.dtype, jnp.inexact) else x.dtype
-    start = [vary(jnp.zeros(x.shape, wide(x))) for x in sums(first)]
+    own = len(sums(first)) - len(first.grads)
+    largest = {own + i for i in joins.overwritten}
+    start = [
+        vary(jnp.full(x.shape, -jnp.inf, x.dtype) if i in largest else jnp.zeros(x.shape, wide(x)))
+        for i, x in enumerate(sums(first))
+    ]
+    join = lambda i, a, b: jnp.maximum(a, b) if i in largest else a + b.astype(a.dtype)
 
     def body(total: list[Array], own: list[Array]) -> tuple[list[Array], list[Array]]:
         terms = microbatch(own)
-        new = [a + vary(b).astype(a.dtype) for a, b in zip(total, sums(terms), strict=True)]
+        new = [join(i, a, vary(b)) for i, (a, b) in enumerate(zip(total, sums(terms), strict=True))]
         aux = jax.tree.leaves(terms.aux)
         return new, [aux[i] for i in rest]
 
@@ -91,6 +113,6 @@ def add_up(
     one_by_one = iter(total)
     value = next(one_by_one)
     weight = None if first.weight is None else next(one_by_one)
-    aux = replace_at([None] * len(joins), added, [next(one_by_one) for _ in added])
-    aux = replace_at(aux, rest, [over_microbatches(joins[i], x) for i, x in zip(rest, stacks, strict=True)])
+    aux = replace_at([None] * len(joins.aux), added, [next(one_by_one) for _ in added])
+    aux = replace_at(aux, rest, [over_microbatches(joins.aux[i], x) for i, x in zip(rest, stacks, strict=True)])
     return Terms(value, weight, aux, list(one_by_one)), first

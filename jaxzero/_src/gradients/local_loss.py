@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 
 from .._positions import replace_at
 from .._types import PyTree
-from ..comm.reduce import GradReducer, Summand
+from ..comm.reduce import GradReducer, Summand, overwrite_all
 from ..jaxpr import dependence, trace
 from ..jaxpr.varying import Vary
 from ..sharding.layout import Layout
@@ -18,7 +18,7 @@ from ..sharding.leaves import Leaf
 from ..sharding.options import reduce_options
 from ..sharding.vma import abstract_varying, varying
 from . import checks
-from .accumulate import Terms, add_up
+from .accumulate import Joins, Terms, add_up
 from .aux import NO_AUX, AuxSpec, aux_spec, over_devices
 from .call import CallSpec
 from .checks import GradOptions
@@ -54,6 +54,11 @@ class GradientSpec:
         """The layouts of the gradients that are returned: at stage 1 in the global view they are whole."""
         whole = self.spec.options.stage == 1 and not self.spec.manual
         return [None if whole else leaf.layout for leaf in self.trainable]
+
+    @property
+    def overwritten(self) -> list[int]:
+        """The numbers of the gradients that are the next values of their leaves."""
+        return [i for i, leaf in enumerate(self.trainable) if leaf.overwritten]
 
     def out_specs(self, aux: AuxSpec) -> Terms:
         """Where the results are, in the global view."""
@@ -105,30 +110,33 @@ class GradientSpec:
         Returns:
           The means; gradients as `layouts` says, aux as the list of its leaves.
         """
-        how, reducer = self.how, self.reducer
+        how, reducer, last = self.how, self.reducer, self.overwritten
         kinds = self.spec.arguments.arrays
-        sums, one = add_up(step, kinds, arrays, how.accumulate, how.accumulate_dtype, vary, aux.joins)
+        sums, one = add_up(step, kinds, arrays, how.accumulate, how.accumulate_dtype, vary, Joins(aux.joins, last))
         weight = None if sums.weight is None else reducer.total(sums.weight)
         grads = sums.grads if self.reduces_each else self.reduce_first(sums.grads)
         dtypes = [jnp.result_type(x) for x in jax.tree.leaves(one.aux)]
         means = [i for i, join in enumerate(aux.joins) if join == "mean"]
-        rows = zip(grads, self.trainable, self.layouts, strict=True)
+        rows = list(zip(grads, self.trainable, self.layouts, strict=True))
+        summed = [i for i in range(len(grads)) if i not in last]
         value, *done = reducer.finish(
             [
                 Summand(sums.value, one.value.dtype, weight=weight),
                 *(
                     Summand(x, leaf.dtype, layout, weight, leaf.other_axes, i in over_replicas)
-                    for i, (x, leaf, layout) in enumerate(rows)
+                    for i, (x, leaf, layout) in ((i, rows[i]) for i in summed)
                 ),
                 *(Summand(sums.aux[i], dtypes[i]) for i in means),
             ],
             vary,
         )
-        leaves = replace_at(sums.aux, means, done[len(grads) :])
+        leaves = replace_at(sums.aux, means, done[len(summed) :])
         others = [i for i, join in enumerate(aux.joins) if join not in ("mean", "concat")]
         axes = self.spec.axes
         joined = [over_devices(aux.joins[i], jnp.asarray(leaves[i]), dtypes[i], axes) for i in others]
-        return Terms(value, None, replace_at(leaves, others, joined), done[: len(grads)])
+        new = replace_at(grads, summed, done[: len(summed)])
+        new = replace_at(new, last, overwrite_all([grads[i] for i in last], axes))
+        return Terms(value, None, replace_at(leaves, others, joined), new)
 
 
 @dataclasses.dataclass(frozen=True)

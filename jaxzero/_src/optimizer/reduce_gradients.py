@@ -43,9 +43,11 @@ def _mean(options: Options, axes: Axes, grads: PyTree, params: PyTree) -> PyTree
     arrays = jax.tree.leaves(grads, is_leaf=is_split)
     for leaf, x in zip(given.leaves, arrays, strict=True):
         _own_whole(by_path.get(leaf.path, leaf), x, axes)
-    moved = [i for i, leaf in enumerate(given.leaves) if leaf.trainable]
+    moved = [i for i, leaf in enumerate(given.leaves) if leaf.trainable and not leaf.overwritten]
     other_axes = [given.leaves[i].other_axes for i in moved]
     means = reduce.mean_whole([arrays[i] for i in moved], other_axes, axes, options)
+    last = [i for i, leaf in enumerate(given.leaves) if leaf.overwritten]
+    arrays = replace_at(arrays, last, reduce.overwrite_all([arrays[i] for i in last], axes))
     return given.unflatten(replace_at(arrays, moved, means))
 
 

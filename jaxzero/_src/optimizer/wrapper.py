@@ -10,7 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from .._text import path_text
 from .._types import ArrayLike, Path, PyTree
+from ..comm.reduce import overwrite_all
 from ..jaxpr.compat import is_weak
 from ..partition import alike
 from ..sharding import place, vma
@@ -255,9 +257,7 @@ def optimizer_leaves(
         checks.split_leaf(call, path, x)
     arrays = jax.tree.leaves(tree, is_leaf=is_split)
     leaves = param_leaves(options, tree, axes.n, shares=shares)
-    if options.unused == "skip":
-        leaves = skipping(leaves, options.observed.unused)
-    return leaves, arrays
+    return skipping(leaves, options.observed.unused if options.unused == "skip" else ()), arrays
 
 
 def _traced(make: Callable[[], T]) -> T:
@@ -303,12 +303,29 @@ def _assemble(given: _Given, step: Update, new: Arrays, new_state: Arrays) -> tu
         layout = step.stored_layout(leaf)
         if leaf.trainable:
             out.append(wrap_padded(next(moved), layout))
+        elif leaf.overwritten:
+            out.append(_next_value(given, step, i))
         elif traced.adds:
             out.append(given.param_arrays[i])
         else:
             out.append(_no_update(leaf, layout, given.manual))
     state = [old[leaf.path] if leaf.frozen else next(changed) for leaf in traced.new_state]
     return traced.new.unflatten(out), jax.tree.unflatten(traced.new_state_tree, state)
+
+
+def _next_value(given: _Given, step: Update, i: int) -> jax.Array:
+    """The new value of a leaf that its gradient overwrites, or the update that leads to it."""
+    leaf, x = given.leaves[i], jnp.asarray(unwrap(given.grad_arrays[i]))
+    if step.local:
+        x = overwrite_all([x], given.axes)[0]
+    if step.traced.adds:
+        return x.astype(given.param_arrays[i].dtype)
+    if not given.param_arrays:
+        raise ValueError(
+            f"update: leaf {path_text(leaf.path)!r} is overwritten by its gradient (overwrite=), and update got no "
+            "params, from which the update to it is taken. Fix: tx.update(grads, state, params), or zero.apply."
+        )
+    return x - given.param_arrays[i]
 
 
 def _no_update(leaf: Leaf, layout: Layout | None, manual: bool) -> ArrayLike | EvenSplit:

@@ -17,6 +17,7 @@ from .._dtypes import promotes
 from .._text import path_text
 from .._types import DType, HasShape, Path, PyTree
 from .layout import EvenSplit, Layout, OtherAxes, Shape, default_split, even_split, is_split, partition_spec
+from .overwritten import in_flax_collection
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +32,7 @@ class Leaf:
       skipped: Whether it stays as it is although it could be trained (`unused="skip"`).
       other_axes: The other mesh axes that shard each dimension, cut or not; empty where none does.
       layers: How many leading dimensions count layers, inside each of which it is cut.
+      overwritten: Whether its gradient is its next value; it is whole.
     """
 
     path: Path
@@ -40,6 +42,7 @@ class Leaf:
     skipped: bool = False
     other_axes: OtherAxes = ()
     layers: int = 0
+    overwritten: bool = False
 
     @property
     def cut(self) -> Layout:
@@ -117,6 +120,7 @@ def leaves_of(
     other_axes: Callable[[Path, HasShape], OtherAxes] | None = None,
     *,
     shares: bool = False,
+    overwrite: Callable[[Path], bool] = in_flax_collection,
 ) -> Leaves:
     """The leaves of a tree of parameters or gradients, whole or split.
 
@@ -127,6 +131,7 @@ def leaves_of(
       other_axes: A function of path and abstract leaf: the other mesh axes that shard each dimension.
       shares: Whether plain arrays are this device's rows of parameters at rest (stage 3, inside a
         user's `shard_map`): then the logical shape is `n` times as long.
+      overwrite: The leaves whose gradient is their next value.
 
     Returns:
       The leaves, at logical shapes.
@@ -137,7 +142,9 @@ def leaves_of(
         shape, dtype = shape_dtype(x)
         others = other_axes(path, jax.ShapeDtypeStruct(shape, dtype)) if other_axes else ()
         leaf = Leaf(path, shape, dtype, None, other_axes=others)
-        if leaf.trainable:
+        if leaf.trainable and overwrite(path):
+            leaf = dataclasses.replace(leaf, overwritten=True)
+        elif leaf.trainable:
             lead = leading(stacked, path)
             if shares and not is_split(x) and (cut := even_split(shape, 1, lead, other_axes=others)):
                 shape = (*shape[: cut.lead], shape[cut.lead] * n, *shape[cut.lead + 1 :])
@@ -148,9 +155,9 @@ def leaves_of(
 
 
 def skipping(leaves: Leaves, paths: Sequence[Path]) -> Leaves:
-    """The leaves, those at `paths` marked as skipped."""
+    """The leaves, those at `paths` and those that no optimizer updates marked as skipped."""
     known = set(paths)
-    marked = (dataclasses.replace(leaf, skipped=leaf.path in known) for leaf in leaves.leaves)
+    marked = (dataclasses.replace(leaf, skipped=leaf.overwritten or leaf.path in known) for leaf in leaves.leaves)
     return Leaves(tuple(marked), leaves.tree)
 
 

@@ -18,6 +18,7 @@ from .axis_checks import check_axes, check_hops, check_types
 from .host import PINNED_HOST, lacking
 from .layout import Layout, OtherAxes
 from .leaves import Leaves, leaves_of
+from .overwritten import FLAX_COLLECTION, in_flax_collection
 from .param_specs import axes_of, check_spec_axes, normal
 from .scalars import is_int, python_scalar
 
@@ -47,6 +48,7 @@ class Options:
     predivide: float | None = None
     stacked: Callable[[Path], int] | None = None
     param_specs: PyTree = None
+    overwrite: Callable[[Path], bool] | None = None
     prefetch: int = PREFETCH
     persist_bytes: int = PERSIST_BYTES
     chunk_bytes: int | None = CHUNK_BYTES
@@ -76,6 +78,11 @@ class Options:
             raise ValueError(
                 f"Zero: stacked={self.stacked!r}. Expected a predicate on key paths or None. Fix: "
                 "stacked=lambda path: 'layers' in jax.tree_util.keystr(path)."
+            )
+        if self.overwrite is not None and not callable(self.overwrite):
+            raise ValueError(
+                f"Zero: overwrite={self.overwrite!r}. Expected a predicate on key paths or None (Flax's collection "
+                f"{FLAX_COLLECTION!r}). Fix: overwrite=lambda path: 'amax' in jax.tree_util.keystr(path)."
             )
         object.__setattr__(self, "offload", _check_offload(self))
         check_axes(self.mesh, self.shard_axis, self.replica_axis)
@@ -310,7 +317,9 @@ def resolve_axes(options: Options, call: str) -> tuple[Axes, bool]:
 
 def param_leaves(options: Options, tree: PyTree, n: int, *, shares: bool = False) -> Leaves:
     """The leaves of a tree of parameters over `n` shares, with their layouts; `shares` as for `leaves_of`."""
-    return leaves_of(tree, n, options.stacked, functools.partial(other_axes, options), shares=shares)
+    others = functools.partial(other_axes, options)
+    overwrite = options.overwrite or in_flax_collection
+    return leaves_of(tree, n, options.stacked, others, shares=shares, overwrite=overwrite)
 
 
 def other_axes(options: Options, path: Path, leaf: HasShape) -> OtherAxes:

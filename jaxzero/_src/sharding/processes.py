@@ -16,7 +16,7 @@ from .options import Options
 from .param_specs import ParamSpecs
 
 #: Options that are functions or results of tracing: their effect on the layout is compared instead.
-_NOT_COMPARED = ("mesh", "stacked", "observed")
+_NOT_COMPARED = ("mesh", "stacked", "overwrite", "observed")
 
 
 def _settings(options: Options) -> dict[str, str]:
