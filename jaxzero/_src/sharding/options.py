@@ -18,7 +18,7 @@ from .axis_checks import check_axes, check_hops, check_types
 from .host import PINNED_HOST, lacking
 from .layout import Layout, OtherAxes
 from .leaves import Leaves, leaves_of
-from .overwritten import FLAX_COLLECTION, in_flax_collection
+from .overwritten import in_flax_collection
 from .param_specs import axes_of, check_spec_axes, normal
 from .scalars import is_int, python_scalar
 
@@ -74,16 +74,12 @@ class Options:
         _check_sizes(self)
         _check_regather(self)
         _check_reduction(self)
-        if self.stacked is not None and not callable(self.stacked):
-            raise ValueError(
-                f"Zero: stacked={self.stacked!r}. Expected a predicate on key paths or None. Fix: "
-                "stacked=lambda path: 'layers' in jax.tree_util.keystr(path)."
-            )
-        if self.overwrite is not None and not callable(self.overwrite):
-            raise ValueError(
-                f"Zero: overwrite={self.overwrite!r}. Expected a predicate on key paths or None (Flax's collection "
-                f"{FLAX_COLLECTION!r}). Fix: overwrite=lambda path: 'amax' in jax.tree_util.keystr(path)."
-            )
+        for name, word in (("stacked", "layers"), ("overwrite", "amax")):
+            if (given := getattr(self, name)) is not None and not callable(given):
+                raise ValueError(
+                    f"Zero: {name}={given!r}. Expected a predicate on key paths or None. Fix: "
+                    f"{name}=lambda path: {word!r} in jax.tree_util.keystr(path)."
+                )
         object.__setattr__(self, "offload", _check_offload(self))
         check_axes(self.mesh, self.shard_axis, self.replica_axis)
         object.__setattr__(self, "param_specs", normal(self.param_specs))
