@@ -33,9 +33,9 @@ from .sharding.scalars import positions
 class Zero(Options):
     """Training state split over a mesh, with the numbers of the unsharded run (ZeRO stages 1, 2 and 3).
 
-    The inner optimizer is traced at full, unsharded shapes and the traced program is evaluated on even
-    shares, so any Optax optimizer is exact: norms, masks, factored moments and random draws mean what
-    they mean without sharding. With `N` shares and `M` bytes of parameters, one step sends per device
+    The inner optimizer is traced at full, unsharded shapes and the traced program is evaluated on even shares, so any
+    Optax optimizer is exact: norms, masks, factored moments and random draws mean what they mean without sharding.
+    With `N` shares and `M` bytes of parameters, one step sends per device
 
     * stage 1: an all-reduce of gradients `2M(N-1)/N` and an all-gather of new parameters `M(N-1)/N`;
     * stage 2: a reduce-scatter of gradients `M(N-1)/N` and the same all-gather;
@@ -56,13 +56,12 @@ class Zero(Options):
       reduce_dtype: Dtype in which gradients are summed; `None`: float32, or a leaf's own if wider.
       predivide: What gradients are divided by before they are summed; the rest follows. `None`: the number of summands
         where `reduce_dtype` has 16 bits, so that sums cannot overflow (its square root keeps small ones), 1 elsewhere.
-      stacked: A predicate on key paths: leaves whose leading axis counts layers, split inside each.
-        `observe` finds them.
-      param_specs: How other mesh axes shard the parameters already (tensor parallelism): a tree of
-        `PartitionSpec`s like them, such as `jax.tree.map(lambda x: x.sharding.spec, params)` or what
-        `flax.linen.get_partition_spec` and `flax.nnx.get_partition_spec` give, or a function of (key path,
-        abstract leaf). A leaf is cut along its first dimension that none of these axes shards, padded to a multiple
-        of `N`; a leaf without such a dimension is not cut. The axes stay with the compiler, in losses too.
+      stacked: A predicate on key paths: leaves whose leading axis counts layers, split inside each; `observe` finds them.
+      param_specs: How other mesh axes shard the parameters already (tensor parallelism): a tree of `PartitionSpec`s like
+        them, such as `jax.tree.map(lambda x: x.sharding.spec, params)` or what `flax.linen.get_partition_spec` and
+        `flax.nnx.get_partition_spec` give, or a function of (key path, abstract leaf). A leaf is cut along its first
+        dimension that none of these axes shards, padded to a multiple of `N`; a leaf without such a dimension is not
+        cut. The axes stay with the compiler, in losses too.
       overwrite: A predicate on key paths: leaves whose gradient is their next value, as scales and histories of maxima
         in FP8 are. They stay whole; their new value is the largest over devices and microbatches, divided by nothing,
         and no optimizer sees them. `None`: the leaves of Flax's collection ``_overwrite_with_gradient``.
@@ -73,10 +72,9 @@ class Zero(Options):
       regather: Stage 3: ``"never"`` keeps what the forward pass has gathered whole until the end of the backward pass:
         one gather per step, for `M` bytes. ``"local"``, for `shard_axis=("node", "local")`, keeps `1/k` of it (`k`
         devices in a node); the backward pass gathers inside the node only (hpZ of ZeRO++).
-      unused: How parameters that the observed loss does not use are treated: ``"zero"`` gives them a zero
-        gradient, as JAX does (decay and momentum go on); ``"skip"`` leaves them and their state untouched, and
-        `value_and_grad` refuses another loss, which uses them;
-        ``"error"`` makes `observe` refuse them by name.
+      unused: How parameters that the observed loss does not use are treated: ``"zero"`` gives them a zero gradient, as
+        JAX does (decay and momentum go on); ``"skip"`` leaves them and their state untouched, and `value_and_grad`
+        refuses another loss, which uses them; ``"error"`` makes `observe` refuse them by name.
       offload: What is kept in the host's memory (`pinned_host`) between uses: ``("state",)``, ``("state", "params")``
         or ``()``. `apply` fetches state bucket by bucket and sends it back; at stage 3 each share of a parameter is
         fetched before its gather. Numbers do not change. Scalars and small whole arrays stay on the device.
@@ -108,9 +106,9 @@ class Zero(Options):
     ) -> optax.GradientTransformationExtraArgs:
         """Wraps any Optax optimizer: its state is split, its updates are those of the unsharded run.
 
-        `init` and `update` are as Optax defines them. In the global view `update` takes gradients that
-        are the mean over the whole batch, whole or split. Inside a user's `shard_map` a share-shaped leaf is already
-        reduced and split; a full leaf that varies is this device's own gradient and is reduced as the stage prescribes.
+        `init` and `update` are as Optax defines them. In the global view `update` takes gradients that are the mean over
+        the whole batch, whole or split. Inside a user's `shard_map` a share-shaped leaf is already reduced and split; a
+        full leaf that varies is this device's own gradient and is reduced as the stage prescribes.
         State keeps the inner optimizer's tree; its arrays are plain, `1/N` per device. Put the wrapper outermost:
         `zero.optimizer(optax.chain(clip, adamw))`.
 
