@@ -56,19 +56,18 @@ class Zero(Options):
       reduce_dtype: Dtype in which gradients are summed; `None`: float32, or a leaf's own if wider.
       predivide: What gradients are divided by before they are summed; the rest follows. `None`: the number of summands
         where `reduce_dtype` has 16 bits, so that sums cannot overflow (its square root keeps small ones), 1 elsewhere.
-      stacked: A predicate on key paths: leaves whose leading axis counts layers, split inside each; `observe` finds them.
-      param_specs: How other mesh axes shard the parameters already (tensor parallelism): a tree of `PartitionSpec`s like
-        them, such as `jax.tree.map(lambda x: x.sharding.spec, params)` or what `flax.linen.get_partition_spec` and
+      stacked: A predicate on key paths: leaves whose leading axis counts layers, cut inside each; `observe` finds them.
+      param_specs: How other mesh axes shard the parameters already (tensor parallelism): a tree of `PartitionSpec`s
+        like them, such as `jax.tree.map(lambda x: x.sharding.spec, params)` or what `flax.linen.get_partition_spec` and
         `flax.nnx.get_partition_spec` give, or a function of (key path, abstract leaf). A leaf is cut along its first
         dimension that none of these axes shards, padded to a multiple of `N`; a leaf without such a dimension is not
         cut. The axes stay with the compiler, in losses too.
-      overwrite: A predicate on key paths: leaves whose gradient is their next value, as scales and histories of maxima
-        in FP8 are. They stay whole; their new value is the largest over devices and microbatches, divided by nothing,
-        and no optimizer sees them. `None`: the leaves of Flax's collection ``_overwrite_with_gradient``.
+      overwrite: A predicate on key paths: leaves whose gradient is their next value (scales and maxima of FP8): the
+        largest over devices and microbatches. `None`: the leaves of Flax's collection ``_overwrite_with_gradient``.
       prefetch: Stage 3: how many large gathers may run ahead of the computation; 0 takes least memory.
       persist_bytes: Stage 3: parameters of up to so many bytes (a stack with all layers) stay whole within a step.
-      chunk_bytes: Stage 3: smaller parameters, in order of first use, travel together in gathers and
-        reduce-scatters of about this many bytes; `None`: every one alone.
+      chunk_bytes: Stage 3: smaller parameters, in order of first use, travel together in collectives of about this
+        many bytes; `None`: every one alone.
       regather: Stage 3: ``"never"`` keeps what the forward pass has gathered whole until the end of the backward pass:
         one gather per step, for `M` bytes. ``"local"``, for `shard_axis=("node", "local")`, keeps `1/k` of it (`k`
         devices in a node); the backward pass gathers inside the node only (hpZ of ZeRO++).
@@ -106,9 +105,9 @@ class Zero(Options):
     ) -> optax.GradientTransformationExtraArgs:
         """Wraps any Optax optimizer: its state is split, its updates are those of the unsharded run.
 
-        `init` and `update` are as Optax defines them. In the global view `update` takes gradients that are the mean over
-        the whole batch, whole or split. Inside a user's `shard_map` a share-shaped leaf is already reduced and split; a
-        full leaf that varies is this device's own gradient and is reduced as the stage prescribes.
+        `init` and `update` are as in Optax. In the global view `update` takes gradients that are means over the whole
+        batch, whole or split. Inside a user's `shard_map` a share-shaped leaf is already reduced and split; a full leaf
+        that varies is this device's own gradient and is reduced as the stage prescribes.
         State keeps the inner optimizer's tree; its arrays are plain, `1/N` per device. Put the wrapper outermost:
         `zero.optimizer(optax.chain(clip, adamw))`.
 
