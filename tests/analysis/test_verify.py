@@ -268,3 +268,20 @@ def test_a_shard_axis_of_one_device_is_said_first(stage):
         assert first == line or not line
         assert planned == f"stage {stage}, {line or 'split over data=8'}"
         assert ("nothing is split" in first) == bool(line)
+
+
+def test_stage_3_says_what_an_unseen_loss_may_cost(mesh8):
+    """A scan over layers that were split as one array gathers them all; plan and verify cannot see it, and say so."""
+    inner, params = optax.sgd(0.1), {"w": jnp.ones((64, 64))}
+    loss = lambda p, x: jnp.mean((x @ p["w"]) ** 2)
+    for zero, unseen in ((jaxzero.Zero(mesh8, stage=3), True), (jaxzero.Zero(mesh8, stage=2), False)):
+        for seen in (zero, zero.observe(loss, params, jnp.ones((8, 64)))):
+            tx, split = seen.optimizer(inner), seen.shard(params)
+
+            def step(params, state, x, zero=seen, tx=tx):
+                return zero.apply(tx, zero.value_and_grad(loss)(params, x)[1], state, params)
+
+            compiled = jax.jit(step, donate_argnums=(0, 1)).lower(split, tx.init(split), jnp.ones((8, 64))).compile()
+            for report in (seen.verify(compiled, split, inner), seen.plan(split, inner)):
+                said = "no loss was observed" in str(report) and "all layers are gathered at" in str(report)
+                assert said == (unseen and seen is zero)

@@ -555,3 +555,12 @@ def test_the_next_save_tells_that_one_failed(tmp_path, monkeypatch):
     assert jaxzero.latest(tmp_path) == 0
     jaxzero.save(tmp_path, 2, zero, params, None).wait()
     assert orbax_io.complete_steps(tmp_path) == [0, 2]
+
+
+def test_a_dtype_that_files_cannot_hold(mesh8, tmp_path):
+    """It read as a full disk."""
+    params = {"w": jnp.ones(16), "q": jnp.ones(8, jnp.uint4)}
+    message = r"save: leaf 'params/q' has dtype uint4. Expected a dtype that TensorStore.* Fix: cast the leaf"
+    with pytest.raises(ValueError, match=message):
+        save(tmp_path, jaxzero.Zero(mesh8), params, optax.set_to_zero())
+    assert jaxzero.latest(tmp_path) is None

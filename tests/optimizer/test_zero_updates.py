@@ -107,3 +107,20 @@ def test_other_updates_are_added(mesh8, update):
     new, _ = zero.apply(tx, grads, tx.init(given), given)
     want = optax.apply_updates(given, inner.update(grads, inner.init(given), given)[0])
     np.testing.assert_array_equal(new["w"], want["w"])
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("how", [{}, dict(accumulate=2)], ids=str)
+def test_the_zero_gradient_of_a_frozen_base_is_not_reduced(mesh8, stage, how):
+    """Stage 1 summed the zeros of what the loss stops at over all devices."""
+    given, zero = params(), jaxzero.Zero(mesh8, stage=stage)
+
+    def frozen(p, x):
+        return loss({**p, "w": jax.lax.stop_gradient(p["w"]), "odd": jax.lax.stop_gradient(p["odd"])}, x)
+
+    step = jax.jit(zero.value_and_grad(frozen, **how))
+    compiled, kind = step.lower(given, EXAMPLES).compile(), "all-reduce" if stage == 1 else "reduce-scatter"
+    assert sent(zero, compiled, kind) == ADAPTERS + 4 * (stage == 1)  # the loss travels with them
+    _, grads = step(given, EXAMPLES)
+    helpers.close(zero.gather(grads), jax.grad(frozen)(given, EXAMPLES))
+    assert not np.any(zero.gather(grads)["w"])

@@ -23,6 +23,13 @@ from .planned_traffic import CALL
 UNKNOWN_UPDATE = "what the update of the optimizer sends is missing"
 
 
+#: What a stage 3 without an observed loss cannot know.
+NOT_OBSERVED = (
+    "If a scan reads layers one by one, each stack of them is split as one array, and all layers are gathered at once; "
+    "zero.observe(loss_fn, params, *batch) before zero.shard or zero.init gathers one layer at a time"
+)
+
+
 def make_plan(
     options: Options, params: PyTree, inner: optax.GradientTransformation | None, accumulate: int, sync: str
 ) -> Plan:
@@ -92,7 +99,7 @@ def _notes(
             "parameters are gathered as the observed loss uses them"
             if seen
             else "no loss was observed: each parameter is taken to be used once forward and once backward, in tree "
-            "order; zero.observe(loss_fn, params, *batch) makes this exact"
+            f"order. {NOT_OBSERVED}"
         )
     return tuple(out)
 

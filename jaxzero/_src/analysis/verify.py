@@ -99,7 +99,9 @@ def verify(
         *(_reused(program, owned) if donated else ()),
     ]
     _refuse_problems(checks)
-    return Verification(tuple(checks), found, not_split(options.mesh.shape, axes.shard))
+    unseen = options.stage == 3 and not options.observed and options.stacked is None
+    notes = (not_split(options.mesh.shape, axes.shard), f"no loss was observed. {planner.NOT_OBSERVED}" * unseen)
+    return Verification(tuple(checks), found, "\n".join(filter(None, notes)))
 
 
 def _refuse_problems(checks: Sequence[Check]) -> None:

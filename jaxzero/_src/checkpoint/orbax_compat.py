@@ -8,6 +8,7 @@ from collections.abc import Coroutine, Iterator
 from typing import Any
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore as ts
 
@@ -33,6 +34,15 @@ def steps(directory: EPath) -> list[int]:
 def commit(operation: Coroutine[Any, Any, None], name: str) -> ocp.future.Future:
     """Runs `operation` in the background, as soon as Orbax has made the folders of the checkpoint."""
     return ocp.future.CommitFutureAwaitingContractedSignals(operation, name=name)
+
+
+def can_store(dtype: DType) -> bool:
+    """Whether TensorStore has a data type; it has no unsigned integers below 8 bits."""
+    try:
+        ts.dtype(np.dtype(dtype).name)
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 async def open_to_write(info: Info, shape: Shape, chunk: Shape, dtype: DType, transaction: Any) -> Any:

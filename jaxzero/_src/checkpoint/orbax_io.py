@@ -78,6 +78,7 @@ def write(
     ocp = orbax()
     from .padded_handler import CHUNK_BYTES
 
+    _check_dtypes(entries)
     items = {e.name: _item(e, x, zero, axes) for e, x in zip(entries, arrays, strict=True) if e.has_data}
     what = {_MANIFEST: ocp.args.JsonSave(manifest)}
     if items:
@@ -88,6 +89,18 @@ def write(
     with _writing(path):
         _remove_unfinished(path.parent)
         _saver().save(path, args=ocp.args.Composite(**what))
+
+
+def _check_dtypes(entries: Sequence[Entry]) -> None:
+    """Refuses leaves that the file format has no data type for."""
+    from .orbax_compat import can_store
+
+    for e in entries:
+        if e.has_data and not is_key(e.dtype) and not can_store(e.dtype):
+            raise ValueError(
+                f"save: leaf {e.name!r} has dtype {e.dtype}. Expected a dtype that TensorStore, which writes files, "
+                "can store. Fix: cast the leaf before you save it, to uint8 for example, and back after restore."
+            )
 
 
 def wait() -> None:

@@ -116,6 +116,13 @@ def is_zero(step: Step, made_by: Mapping[Var, Step] | None = None) -> bool:
     return not np.any(np.asarray(x.value))
 
 
+def zero_results(flat: Flat) -> set[int]:
+    """The positions of the results that are zeros: the gradients of parameters that the loss does not change with."""
+    made_by = {v: step for step in flat.steps for v in step.outs}
+    known = lambda x: made_by[x] if isinstance(x, Var) and x in made_by else None
+    return {i for i, x in enumerate(flat.outs) if (step := known(x)) is not None and is_zero(step, made_by)}
+
+
 def group_gradients(
     flat: Flat, found: GradientTerms, views: Container[Var], limit: int, gather_steps: Sequence[int]
 ) -> dict[int, list[int]]:

@@ -97,6 +97,7 @@ class GradientSpec:
         vary: Vary,
         aux: AuxSpec,
         over_replicas: frozenset[int] = frozenset(),
+        zeros: frozenset[int] = frozenset(),
     ) -> Terms:
         """Everything that leaves a loss: the sum over microbatches, and the mean over devices, once.
 
@@ -106,6 +107,7 @@ class GradientSpec:
           vary: As for `evaluate`.
           aux: How the leaves of aux are joined.
           over_replicas: The numbers of the gradients that are summed over replicas already.
+          zeros: The numbers of the gradients that are zeros; whole ones are not summed.
 
         Returns:
           The means; gradients as `layouts` says, aux as the list of its leaves.
@@ -118,7 +120,8 @@ class GradientSpec:
         dtypes = [jnp.result_type(x) for x in jax.tree.leaves(one.aux)]
         means = [i for i, join in enumerate(aux.joins) if join == "mean"]
         rows = list(zip(grads, self.trainable, self.layouts, strict=True))
-        summed = [i for i in range(len(grads)) if i not in last]
+        zero = [i for i in zeros if self.layouts[i] is None]
+        summed = [i for i in range(len(grads)) if i not in last and i not in zero]
         value, *done = reducer.finish(
             [
                 Summand(sums.value, one.value.dtype, weight=weight),
@@ -135,6 +138,7 @@ class GradientSpec:
         axes = self.spec.axes
         joined = [over_devices(aux.joins[i], jnp.asarray(leaves[i]), dtypes[i], axes) for i in others]
         new = replace_at(grads, summed, done[: len(summed)])
+        new = replace_at(new, zero, [jnp.zeros(self.trainable[i].shape, self.trainable[i].dtype) for i in zero])
         new = replace_at(new, last, overwrite_all([grads[i] for i in last], axes))
         return Terms(value, None, replace_at(leaves, others, joined), new)
 

@@ -12,6 +12,7 @@ from .._text import path_text
 from ..comm.reduce import GradReducer
 from ..fsdp.barriers import together
 from ..fsdp.evaluate import evaluate, over_replicas
+from ..fsdp.gradient_terms import zero_results
 from ..fsdp.schedule import Schedule, schedule_gathers
 from ..jaxpr import trace
 from ..jaxpr.flat import Flat, Var, casts_to_varying, flatten
@@ -181,6 +182,12 @@ def share_layouts(spec: CallSpec, program: Program, flat: Flat) -> dict[Var, Lay
 def first_gradient(loss: GradientSpec, program: Program) -> int:
     """The position of the first gradient among the results of a gradient program."""
     return len(jax.tree.leaves(program.out)) - len(loss.trainable)
+
+
+def zero_gradients(loss: GradientSpec, program: Program) -> frozenset[int]:
+    """The numbers of the gradients that are zeros."""
+    start = first_gradient(loss, program)
+    return frozenset(i - start for i in zero_results(flatten(program.jaxpr)) if i >= start)
 
 
 def grad_layouts(loss: GradientSpec, program: Program) -> dict[int, Layout]:

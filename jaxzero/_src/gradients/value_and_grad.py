@@ -22,7 +22,7 @@ from .call import traced_per_call
 from .checks import GradOptions
 from .compiled import TracedCall, kept
 from .local_loss import CALL, GradientSpec, LocalLoss
-from .program import Watch, as_terms, check_observed, ignore, sharded_gradient, trace_gradient
+from .program import Watch, as_terms, check_observed, ignore, sharded_gradient, trace_gradient, zero_gradients
 
 Array = jax.Array
 
@@ -80,6 +80,7 @@ def whole_gradient(
     consts: Sequence[Array],
 ) -> Terms:
     """The mean loss, aux and gradients of whole parameters, which are reduced when all are there."""
+    zeros = zero_gradients(loss, program)
 
     def on_device(params: Sequence[Array], arrays: Sequence[Array], consts: Sequence[Array], vary: Vary) -> Terms:
         def microbatch(arrays: Sequence[Array]) -> Terms:
@@ -87,7 +88,7 @@ def whole_gradient(
             terms = as_terms(program, outs, {})
             return terms._replace(grads=loss.reduce_first(terms.grads)) if loss.reduces_each else terms
 
-        return loss.mean(microbatch, arrays, vary, aux)
+        return loss.mean(microbatch, arrays, vary, aux, zeros=zeros)
 
     return loss.spec.on_devices(on_device, params, arrays, consts, loss.out_specs(aux))
 
