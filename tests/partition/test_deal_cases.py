@@ -59,7 +59,9 @@ def test_one_leaf_of_a_kind_alone_and_deal_false_are_not_dealt_out():
     off = dealt(inner, deal=False)
     assert off.dealt == ()
     assert off.whole["dot_general"] > 0
-    helpers.close(*one_step(inner, deal=False), 1e-5)
+    # Far from singular: Polar Express magnifies the rounding along small singular values, in its reference too.
+    grads = {k: 0.1 * g + jnp.eye(*g.shape) if g.ndim == 2 else g for k, g in tree(seed=1).items()}
+    helpers.close(*one_step(inner, grads=grads, deal=False), 1e-5)
     with pytest.raises(ValueError, match="deal=1. Expected True or False"):
         jaxzero.Zero(helpers.make_mesh(3), deal=1)
 

@@ -280,7 +280,7 @@ def step(params, state, batch):
     _, grads = zero.value_and_grad(checks.quadratic)(params, batch)
     return zero.apply(tx, grads, state, params)
 
-state = jax.jit(tx.init)(params)
+state = tx.init(jax.eval_shape(lambda: params))
 text = jax.jit(step).lower(params, state, checks.quadratic_batches(1)[0]).as_text()
 print(hashlib.sha256(text.encode()).hexdigest())
 """
