@@ -10,8 +10,9 @@ os.environ["NPROC"] = (
 )
 
 # What is tested is which program is made, not how well its machine code is tuned. Without tuning, and with XLA's older
-# generator of fused loops, the tests take half of the processor time; without fused multiply-add (AVX has none) bits
-# do not depend on what is fused. XLA_FLAGS= (empty) tests the code that users run; newer versions have no such choice.
+# generator of fused loops, the tests take three fifths of the processor time; without fused multiply-add (AVX has
+# none) bits do not depend on what is fused. XLA_FLAGS= (empty) tests the code that users run; newer versions have no
+# such choice.
 _UNTUNED = "--xla_backend_optimization_level=0"
 if version("jaxlib").startswith("0.10.") and platform.machine() in ("x86_64", "AMD64"):
     _UNTUNED += " --xla_cpu_use_fusion_emitters=false --xla_cpu_max_isa=AVX"

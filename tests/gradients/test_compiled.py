@@ -122,6 +122,7 @@ def test_nothing_is_kept_of_a_loss_that_was_dropped(mesh8, stage):
             jax.jit(zero.value_and_grad(fn))(params, X)
         return [weakref.ref(x) for x in (loss, data, model, model.teacher["w"])]
 
+    gc.collect()  # what other tests have dropped
     before = len(kept._by_function)
     alive = sweep()
     gc.collect()
