@@ -25,7 +25,7 @@ import pytest
 jax.config.update("jax_num_cpu_devices", 8)
 
 # Traces are many small objects, and each search of them for dead ones walks through all that JAX keeps. Searching less
-# often saves about a tenth of the processor time; tests of what is kept call `gc.collect` themselves.
+# often saves five percent of the processor time or more; tests of what is kept call `gc.collect` themselves.
 gc.set_threshold(20_000, 20, 20)
 
 
