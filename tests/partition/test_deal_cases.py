@@ -162,6 +162,8 @@ def test_skipped_leaf():
     keep = {k: params[k] for k in used}
     expected, _ = helpers.reference_run(inner, keep, [used])
     helpers.close(zero.gather(got), {**expected, "a2": params["a2"]}, 1e-5)
+    whole = jaxzero.Zero(zero.mesh, stage=2).explain(inner, params)
+    assert zero.explain(inner, params).dealt[0].jobs == whole.dealt[0].jobs - 1  # nobody works on what is skipped
 
 
 def test_leaves_of_other_axes_are_not_dealt_out():

@@ -264,17 +264,21 @@ def trace_update(
         program = program_of(abstract)
     first = len(grads.leaves) + len(jax.tree.leaves(abstract))
     adding = range(len(like.leaves) if add else 0)
-    program, inputs = without_zero_updates(program, adding, [first + i for i in adding])
-    new, new_state = program.out
     frozen = frozen_paths(inner, like, initial, abstract, axes)
     leaves = lambda s: state_leaves(s, like.leaves, axes.n, frozen)
+    old_state, new, new_state = leaves(abstract), _belonging(program.out[0], like), leaves(program.out[1])
+    at = {leaf.path: len(grads.leaves) + i for i, leaf in enumerate(old_state)}
+    passing = {i: i for i, leaf in enumerate(new.leaves) if not leaf.trainable}
+    rows = enumerate(new_state, len(new.leaves))
+    passing |= {i: at[leaf.path] for i, leaf in rows if leaf.frozen and leaf.path in at}
+    program, inputs = without_zero_updates(program, adding, [first + i for i in adding], passing)
     return UpdateProgram(
         program,
         len(grads.leaves),
-        leaves(abstract),
-        _belonging(new, like),
-        leaves(new_state),
-        jax.tree.structure(new_state),
+        old_state,
+        new,
+        new_state,
+        jax.tree.structure(program.out[1]),
         add,
         frozenset(i for i in range(len(grads.leaves)) if i not in inputs),
     )

@@ -28,13 +28,16 @@ _KEEP_ZEROS = {p.BROADCAST, p.CONVERT, p.RESHAPE, p.SQUEEZE, p.TRANSPOSE, p.COPY
 _SUMS = {p.ADD, p.ADD_ANY, p.SUB}
 
 
-def without_zero_updates(program: Program, results: Sequence[int], params: Sequence[int]) -> tuple[Program, set[int]]:
-    """Replaces new parameters that are equal to the old ones.
+def without_zero_updates(
+    program: Program, results: Sequence[int], params: Sequence[int], passing: Mapping[int, int]
+) -> tuple[Program, set[int]]:
+    """Replaces new parameters that are equal to the old ones, and results that nobody reads.
 
     Args:
       program: The traced step.
       results: The positions of new parameters among its results.
       params: The positions of the same parameters among its inputs.
+      passing: The positions of results that are dropped (their leaves pass through) -> those of inputs in their place.
 
     Returns:
       The program without the equations that are no longer needed, and the positions of the inputs that it reads.
@@ -46,6 +49,8 @@ def without_zero_updates(program: Program, results: Sequence[int], params: Seque
         return program, every
     same = _copies(eqns)
     new = list(jaxpr.outvars)
+    for result, place in passing.items():
+        new[result] = outs[result] = jaxpr.invars[place]
     for result, param in zip(results, params, strict=True):
         if _copied(same, outs[result]) is jaxpr.invars[param]:
             new[result] = outs[result] = jaxpr.invars[param]
